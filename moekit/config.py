@@ -1,0 +1,251 @@
+"""Frozen dataclasses for every setting, checked once when they are made.
+
+A config is a value: compare it, print it, put it in a run folder (`to_dict`), read it back (`from_dict`), make a
+variant with `dataclasses.replace`. A bad value raises `moekit.errors.ConfigError` that names field, value and remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import ConfigError
+
+Family = Literal["", "olmoe", "qwen3_moe", "mixtral"]
+Gate = Literal["softmax", "sigmoid", "topk_softmax"]
+QKNorm = Literal["none", "full", "head"]
+Elide = Literal["none", "padding", "padding+last_layer"]
+Denominator = Literal[
+    "global_tokens", "rank_mean", "microbatch_mean", "sequence_mean", "constant", "kept_plus_filtered"
+]
+Granularity = Literal["sequence", "microbatch", "hf"]
+Scope = Literal["all", "valid", "supervised"]
+Dtype = Literal["float32", "bfloat16", "float64"]
+Schedule = Literal["constant", "cosine", "linear"]
+RowKind = Literal["packed", "padded", "interleaved"]
+OverLong = Literal["truncate", "split", "drop"]
+
+
+def _need(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+class Config:
+    """What all configs share: choices are checked, and they turn into plain dictionaries and back."""
+
+    def _check_choices(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+            hint = hints[f.name]
+            if typing.get_origin(hint) is Literal and getattr(self, f.name) not in typing.get_args(hint):
+                choices = ", ".join(repr(c) for c in typing.get_args(hint))
+                raise ConfigError(
+                    f"{type(self).__name__}.{f.name}={getattr(self, f.name)!r} is not one of {choices}"
+                )
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain, JSON-ready dictionary of all fields, nested configs included."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]):
+        """Inverse of `to_dict`. Unknown keys raise `ConfigError` (a typo must not pass for a default)."""
+        hints = typing.get_type_hints(cls)
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(set(values) - known)
+        _need(not unknown, f"{cls.__name__} has no field {', '.join(unknown)}; fields: {', '.join(sorted(known))}")
+        made = {}
+        for name, value in values.items():
+            made[name] = _revive(hints[name], value)
+        return cls(**made)
+
+
+def _revive(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if isinstance(hint, type) and issubclass(hint, Config) and isinstance(value, dict):
+        return hint.from_dict(value)
+    if typing.get_origin(hint) is tuple or hint is tuple:
+        return tuple(value)
+    return value
+
+
+@dataclass(frozen=True)
+class ModelConfig(Config):
+    """Shape of a decoder-only MoE transformer. Axis letters: V vocab, D width, H heads, E experts, K top_k, F."""
+
+    vocab: int  # V
+    width: int  # D
+    layers: int
+    heads: int  # H
+    experts: int  # E, routed
+    top_k: int  # K, routed experts per token
+    expert_width: int  # F, hidden width of one routed expert
+    kv_heads: int | None = None  # grouped-query attention; None = heads
+    head_dim: int | None = None  # None = width / heads
+    dense_layers: tuple[int, ...] = ()  # layer indices whose feed-forward is dense
+    dense_width: int = 0  # hidden width of those
+    shared_width: int = 0  # hidden width of the always-on shared expert; 0 = none
+    gate: Gate = "softmax"
+    normalize_gates: bool = False  # rescale the K chosen gates to sum 1
+    selection_bias: bool = False  # aux-loss-free balancing: added to scores for the choice, not for the gate
+    qk_norm: QKNorm = "none"  # "full": RMSNorm over all heads together (OLMoE); "head": per head (Qwen3)
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    max_positions: int = 4096
+    tied_head: bool = False
+    init_std: float = 0.02
+    family: Family = ""  # the Hugging Face family that the model came from, "" = none
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.head_dim is None:
+            _need(
+                self.heads > 0 and self.width % self.heads == 0,
+                f"width={self.width} is not a multiple of heads={self.heads}; give head_dim",
+            )
+            object.__setattr__(self, "head_dim", self.width // self.heads)
+        super().__post_init__()
+
+    def _check(self) -> None:
+        for name in ("vocab", "width", "layers", "heads", "experts", "top_k", "expert_width", "max_positions"):
+            _need(getattr(self, name) >= 1, f"ModelConfig.{name}={getattr(self, name)} must be at least 1")
+        _need(
+            self.top_k <= self.experts,
+            f"top_k={self.top_k} is larger than experts={self.experts}; a token cannot choose an expert twice",
+        )
+        _need(
+            self.heads % self.kv_heads == 0,
+            f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}",
+        )
+        _need(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even (rotary embedding)")
+        bad = [i for i in self.dense_layers if not 0 <= i < self.layers]
+        _need(not bad, f"dense_layers={bad} are outside 0..{self.layers - 1}")
+        _need(
+            not self.dense_layers or self.dense_width > 0,
+            f"dense_layers={self.dense_layers} need dense_width > 0, got {self.dense_width}",
+        )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that route."""
+        return tuple(i for i in range(self.layers) if i not in self.dense_layers)
+
+
+@dataclass(frozen=True)
+class RouterLossConfig(Config):
+    """Router losses (DESIGN 4): their coefficients, how statistics are pooled, and which positions count."""
+
+    balance: float = 0.0  # coefficient of the load-balancing loss
+    z: float = 0.0  # coefficient of the router z-loss
+    granularity: Granularity = "sequence"
+    scope: Scope = "valid"
+
+    def _check(self) -> None:
+        _need(self.balance >= 0 and self.z >= 0, f"router loss coefficients must be >= 0, got {self.balance}, {self.z}")
+
+
+@dataclass(frozen=True)
+class LearnerConfig(Config):
+    """Everything that `Learner` needs beyond model and objective."""
+
+    lr: float = 1e-4
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None  # length of the schedule; needed by "cosine" and "linear"
+    min_lr_ratio: float = 0.0  # lr at the end of the schedule, as a share of `lr`
+    weight_decay: float = 0.0  # never applied to norms, biases and one-dimensional parameters
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float | None = 1.0  # None = no clipping
+    router: RouterLossConfig = field(default_factory=RouterLossConfig)
+    bias_rate: float = 0.0  # step of the selection bias, with ModelConfig.selection_bias
+    elide: Elide = "padding"
+    dtype: Dtype = "float32"  # of the parameters; masters and moments are the wider of float32 and this
+
+    def _check(self) -> None:
+        _need(self.lr >= 0, f"lr={self.lr} must be >= 0")
+        _need(
+            self.schedule == "constant" or bool(self.total_steps),
+            f"schedule={self.schedule!r} needs total_steps, got {self.total_steps}",
+        )
+        _need(
+            not (self.router.scope == "all" and self.elide != "none"),
+            f"router scope 'all' counts padding positions, so elide={self.elide!r} is not possible; "
+            "set elide='none' or scope='valid'",
+        )
+
+
+@dataclass(frozen=True)
+class FilterConfig(Config):
+    """Instance filter: removes instances in which a short pattern repeats too often (DESIGN 4)."""
+
+    max_period: int = 13  # patterns of 1..max_period tokens
+    min_repeats: int = 32  # this many repeats in a row remove the instance
+
+
+@dataclass(frozen=True)
+class DataConfig(Config):
+    """How examples become rows of fixed length."""
+
+    length: int = 512  # T, positions per row
+    rows: RowKind = "packed"
+    over_long: OverLong = "truncate"
+    documents_per_row: int = 4  # interleaved rows only
+    chunks_per_document: int = 4  # interleaved rows only
+    filter: FilterConfig | None = None  # None = off
+    supervise: Literal["response", "all"] = "response"
+    ignore_index: int = -100
+    shuffle: bool = True
+    seed: int = 0
+
+    def _check(self) -> None:
+        _need(self.length >= 2, f"DataConfig.length={self.length} must be at least 2")
+
+
+@dataclass(frozen=True)
+class SFTConfig(Config):
+    """One supervised fine-tuning run: `moekit.recipes.sft.train`."""
+
+    model: str  # a Hugging Face folder, or a preset name (see moekit.model.presets)
+    data: str  # a .jsonl or .parquet file, or a `datasets` folder saved to disk
+    out: str | None = None  # run folder; None = the launcher's, or a new one under runs/
+    tokenizer: str | None = None  # a tokenizer folder; None = the model folder's
+    steps: int = 100
+    batch_rows: int = 8  # rows of one optimizer step, over all ranks
+    microbatch_rows: int = 4  # rows of one forward, on one rank
+    seed: int = 0
+    denominator: Denominator = "global_tokens"
+    constant_length: int | None = None  # with denominator="constant"
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    rows: DataConfig = field(default_factory=DataConfig)
+    save_every: int | None = None  # steps between checkpoints; None = only the last
+    keep_checkpoints: int = 2
+    export: bool = True  # write a Hugging Face folder at the end
+    overwrite: bool = False
+    resume: bool = False
+
+    def _check(self) -> None:
+        for name in ("steps", "batch_rows", "microbatch_rows"):
+            _need(getattr(self, name) >= 1, f"SFTConfig.{name}={getattr(self, name)} must be at least 1")
+        _need(
+            self.denominator != "constant" or bool(self.constant_length),
+            "denominator='constant' needs constant_length (tokens per sequence)",
+        )

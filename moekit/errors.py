@@ -1,0 +1,46 @@
+"""Every exception that moekit raises on purpose: what was wrong, where, and what to do.
+
+A message names the thing, the value that was got and the remedy. Kinds that report a bad value are also
+``ValueError``, so code that does not know moekit can still catch them.
+"""
+
+
+class MoekitError(Exception):
+    """Base of all errors that moekit raises on purpose."""
+
+
+class ConfigError(MoekitError, ValueError):
+    """A setting, or a combination of settings, that cannot work. Raised before any work is done."""
+
+
+class DataError(MoekitError, ValueError):
+    """Training data that cannot be used as given. Names the file and line, or the example."""
+
+
+class CheckpointError(MoekitError, ValueError):
+    """A checkpoint or Hugging Face folder that is missing, broken, or does not fit the model."""
+
+
+class NumericsError(MoekitError, ValueError):
+    """NaN or infinity where there must be none, with the name of the tensor."""
+
+
+class BackendError(MoekitError, RuntimeError):
+    """A kernel or backend was asked for and cannot run here."""
+
+
+class RunExistsError(MoekitError, FileExistsError):
+    """The run folder already holds a run; nothing was touched."""
+
+
+class StorageError(MoekitError, OSError):
+    """A folder that cannot be written, or a disk that is full; nothing half-written was left behind."""
+
+
+class JobError(MoekitError, RuntimeError):
+    """A launched job failed; carries the first failing rank and its traceback."""
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = ""):
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
