@@ -1,1 +1,96 @@
-"""moekit"""
+"""moekit: post-training sparse mixture-of-experts language models, from a notebook.
+
+The public names below load what they need when they are first used (PEP 562), so `import moekit` is quick, starts no
+CUDA and pulls in neither plotly nor widgets. Everything else is imported from where it lives, as in
+`from moekit.data.pack import build_rows`.
+
+>>> import moekit
+>>> "submit" in dir(moekit)
+True
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors, ops
+    from .config import DataConfig, FilterConfig, LearnerConfig, ModelConfig, RouterLossConfig, SFTConfig
+    from .data.batch import Batch
+    from .launch.job import Job, attach
+    from .launch.submit import submit
+    from .launch.worker import here
+    from .learner.learner import Learner
+    from .learner.weights import export, load
+    from .measure.record import open_run
+    from .model.transformer import Transformer
+    from .objectives.sft import SFT
+    from .viz.live import live
+    from .viz.show import show
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "FilterConfig",
+    "Job",
+    "Learner",
+    "LearnerConfig",
+    "ModelConfig",
+    "RouterLossConfig",
+    "SFT",
+    "SFTConfig",
+    "Transformer",
+    "__version__",
+    "attach",
+    "errors",
+    "export",
+    "here",
+    "live",
+    "load",
+    "open_run",
+    "ops",
+    "show",
+    "submit",
+]
+
+# public name -> the module that holds it; an empty string: the name is itself a module
+_HOMES = {
+    "errors": "",
+    "ops": "",
+    "DataConfig": "config",
+    "FilterConfig": "config",
+    "LearnerConfig": "config",
+    "ModelConfig": "config",
+    "RouterLossConfig": "config",
+    "SFTConfig": "config",
+    "Batch": "data.batch",
+    "Job": "launch.job",
+    "attach": "launch.job",
+    "here": "launch.worker",
+    "submit": "launch.submit",
+    "Learner": "learner.learner",
+    "export": "learner.weights",
+    "load": "learner.weights",
+    "open_run": "measure.record",
+    "Transformer": "model.transformer",
+    "SFT": "objectives.sft",
+    "live": "viz.live",
+    "show": "viz.show",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moekit' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    home = _HOMES[name]
+    module = importlib.import_module(f"{__name__}.{home or name}")
+    value = getattr(module, name) if home else module
+    globals()[name] = value  # found without a detour from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
