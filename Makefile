@@ -1,0 +1,58 @@
+# Python 3.11 or newer is all that these need: each target makes .venv and installs into it what it uses.
+#   make demo       fine-tune a tiny sparse MoE on two processes and report where the routed work went
+#   make lab        JupyterLab, at the notebooks
+#   make test       style, unit and multi-process tests, doctests, notebooks
+#   make test-full  the long tests that `make test` leaves out
+#   make lint       style and types
+#   make clean      remove .venv, builds and caches; runs/ stays
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+PYTEST := $(BIN)/python -m pytest --durations=15
+# a folder that holds no notebook yet is left out
+NOTEBOOKS := $(if $(wildcard notebooks/*.ipynb),--nbmake notebooks)
+
+.PHONY: demo lab test test-full lint style clean help
+
+help:
+	@sed -n '2,7s/^#  //p' Makefile
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/moekit demo
+
+lab: $(VENV)/.installed-demo
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks $(LAB)
+
+test: style
+	$(PYTEST) -m "not long" tests $(NOTEBOOKS)
+
+test-full: $(VENV)/.installed-dev
+	$(PYTEST) -m long tests $(NOTEBOOKS)
+
+style: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(if $(NOTEBOOKS),$(BIN)/nbstripout --verify notebooks/*.ipynb)
+
+lint: style
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("moekit needs Python 3.11 or newer; this is %d.%d.\
+	 Name another one: make PYTHON=python3.12 ..." % v[:2] if v < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: installing again waits for a change of what is to be installed.
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing moekit and what it needs into $(VENV) (minutes the first time)"
+	$(INSTALL) ".[notebooks,rl]"
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing moekit and its development tools into $(VENV) (minutes the first time)"
+	$(INSTALL) ".[notebooks,rl,dev]"
+	@touch $(VENV)/.installed-demo $@
