@@ -43,9 +43,7 @@ class Config:
             hint = hints[f.name]
             if typing.get_origin(hint) is Literal and getattr(self, f.name) not in typing.get_args(hint):
                 choices = ", ".join(repr(c) for c in typing.get_args(hint))
-                raise ConfigError(
-                    f"{type(self).__name__}.{f.name}={getattr(self, f.name)!r} is not one of {choices}"
-                )
+                raise ConfigError(f"{type(self).__name__}.{f.name}={getattr(self, f.name)!r} is not one of {choices}")
 
     def __post_init__(self) -> None:
         self._check_choices()

@@ -1,0 +1,1 @@
+"""Checkpoints: our own safetensors format, and Hugging Face folders."""

@@ -1,0 +1,1 @@
+"""The learner: gradients, optimizer, and the weights that they act on."""

@@ -1,0 +1,173 @@
+r"""Router losses: load balancing and z-loss, with their own divisor and scope.
+
+Axis letters: N positions of a microbatch, E experts, K experts per token, S documents.
+
+Both are sums over the positions in scope divided by the number of such positions in the whole step, never by the label
+count: response-only training must not inflate them. Statistics come from the router's decisions, never from dispatched
+rows, so elision and drops do not change them. A position of a shared prompt counts once for each of its children.
+
+The balance loss is a product of two means, hence its granularity decides whether it survives a cut into microbatches
+and ranks:
+
+    sequence    (1/N) sum_s n_s E sum_e f_se P_se    per document s: the same for every cut (default)
+    microbatch  the same formula with the microbatch's f, counts summed over data-parallel ranks: depends on the cut
+    hf          Transformers' form, pooled over layers of one microbatch: K times larger; for parity tests
+
+with f the share of choices (summing to 1 over experts) and P the mean router probability (summing to 1).
+Source: Fedus et al. 2021 (arXiv 2101.03961) for the balance loss, Zoph et al. 2022 (arXiv 2202.08906) for the z-loss.
+Departure: f sums to 1 rather than to K, so a balanced router reads 1 for every K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import RouterLossConfig, Scope
+from ..data.batch import PADDING, SUPERVISED, Flat
+from ..errors import ConfigError
+
+
+def scope_mask(flat: Flat, scope: Scope) -> Tensor:
+    """``[N]`` bool: the positions that router statistics count."""
+    if scope == "all":
+        return torch.ones_like(flat.class_N, dtype=torch.bool)
+    if scope == "valid":
+        return flat.class_N != PADDING
+    return flat.class_N == SUPERVISED
+
+
+def scope_count(flats: Sequence[Flat], scope: Scope) -> float:
+    """This rank's number of positions in scope, shared ones once per child; sum it over ranks for the divisor."""
+    return float(sum(int(f.share_N[scope_mask(f, scope)].sum()) for f in flats))
+
+
+def convert_coefficient(value: float, source: str, target: str, top_k: int) -> float:
+    """The coefficient that gives `target` the gradient that `value` gives `source`; names "moekit" and "hf".
+
+    >>> convert_coefficient(0.01, "hf", "moekit", top_k=8)
+    0.08
+    """
+    for name in (source, target):
+        if name not in ("moekit", "hf"):
+            raise ConfigError(f"balance-loss convention {name!r} is not 'moekit' or 'hf'")
+    scale = {"moekit": 1.0, "hf": float(top_k)}
+    return value * scale[source] / scale[target]
+
+
+def balance_by_sequence(route: Any, flat: Flat, scope: Scope) -> Tensor:
+    """Sum over documents of n_s * E * sum_e f_se P_se: the `sequence` loss before its divisor, a scalar."""
+    probs, experts = route.probs_NE, route.expert_NK
+    (_, e), k = probs.shape, experts.shape[1]
+    document = flat.document_N
+    groups = flat.documents
+    if scope == "all":  # each row's padding is a document of its own
+        document = torch.where(document < 0, groups + flat.order_N // max(flat.length, 1), document)
+        groups += flat.rows
+    keep = scope_mask(flat, scope)
+    document = document[keep]
+    prob_SE = probs.new_zeros(groups, e).index_add(0, document, probs[keep])
+    slot = document[:, None] * e + experts[keep]
+    count_SE = probs.new_zeros(groups * e).index_add_(0, slot.reshape(-1), probs.new_ones(slot.numel())).view(-1, e)
+    child = torch.nonzero(flat.parent_S >= 0).reshape(-1)
+    if child.numel():
+        up = flat.parent_S[child]
+        prob_SE = prob_SE.index_add(0, child, prob_SE[up])
+        count_SE = count_SE.index_add(0, child, count_SE[up])
+        alone = torch.ones(groups, 1, dtype=probs.dtype, device=probs.device)
+        alone[up] = 0
+        prob_SE = prob_SE * alone
+    choices_S = count_SE.sum(1, keepdim=True).clamp(min=1)  # n_s * K
+    return e * (count_SE / choices_S * prob_SE).sum()
+
+
+def balance_by_microbatch(route: Any, flat: Flat, scope: Scope, all_reduce: Callable | None = None) -> Tensor:
+    """N_microbatch * E * sum_e f_e P_e, counts pooled over ranks, this rank's share of P: a scalar."""
+    probs, experts = route.probs_NE, route.expert_NK
+    e = probs.shape[1]
+    keep = scope_mask(flat, scope)
+    share = flat.share_N[keep].to(probs.dtype)
+    prob_E = (probs[keep] * share[:, None]).sum(0)
+    weight = share[:, None].expand(-1, experts.shape[1])
+    count_E = probs.new_zeros(e).index_add_(0, experts[keep].reshape(-1), weight.reshape(-1))
+    if all_reduce is not None:
+        count_E = all_reduce(count_E)
+    return e * (count_E / count_E.sum().clamp(min=1) * prob_E).sum()
+
+
+def balance_hf(routes: Sequence[Any], flat: Flat, scope: Scope) -> Tensor:
+    """Transformers' load-balancing loss over all layers of one microbatch: K for a balanced router, a scalar."""
+    keep = scope_mask(flat, scope)
+    probs = torch.cat([r.probs_NE[keep] for r in routes])
+    experts = torch.cat([r.expert_NK[keep] for r in routes])
+    e, n = probs.shape[1], max(1, experts.shape[0])
+    count_E = torch.bincount(experts.reshape(-1), minlength=e).to(probs.dtype)
+    return e * (count_E / n * probs.sum(0) / n).sum()
+
+
+def z_sum(route: Any, flat: Flat, scope: Scope) -> Tensor:
+    """Sum over positions in scope of logsumexp(logits)^2, a scalar."""
+    keep = scope_mask(flat, scope)
+    share = flat.share_N[keep].to(route.logits_NE.dtype)
+    return (torch.logsumexp(route.logits_NE[keep], 1).square() * share).sum()
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The router losses of one step, called by every MoE layer: ``(layer, route, flat) -> scaled scalar``.
+
+    Args:
+        config: coefficients, granularity and scope.
+        divisor: positions in scope over the whole step and all ranks.
+        all_reduce: sums a tensor over data-parallel ranks (granularity "microbatch"); None = one process.
+        values: filled with detached, unscaled sums: "balance" and "z", each a list with one scalar per call.
+    """
+
+    config: RouterLossConfig
+    divisor: float
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+    values: dict[str, list[Tensor]] = field(default_factory=lambda: {"balance": [], "z": []})
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether layers have anything to add on their own (not so for granularity "hf" without z-loss)."""
+        return bool((self.config.balance and self.config.granularity != "hf") or self.config.z)
+
+    def __call__(self, layer: int, route: Any, flat: Flat) -> Tensor:
+        c, total = self.config, route.logits_NE.new_zeros(())
+        if c.balance and c.granularity != "hf":
+            if c.granularity == "sequence":
+                value = balance_by_sequence(route, flat, c.scope)
+            else:
+                value = balance_by_microbatch(route, flat, c.scope, self.all_reduce)
+            self.values["balance"].append(value.detach() / self.divisor)
+            total = total + c.balance / self.divisor * value
+        if c.z:
+            value = z_sum(route, flat, c.scope)
+            self.values["z"].append(value.detach() / self.divisor)
+            total = total + c.z / self.divisor * value
+        return total
+
+
+def bias_step(count_E: Tensor, rate: float, *, zero_mean: bool = False) -> Tensor:
+    r"""Move of the selection bias: :math:`\gamma\,\mathrm{sign}(\bar c - c_e)`, float32, same shape as `count_E`.
+
+    Args:
+        count_E: choices of each expert in the step, over all ranks, positions in scope "valid".
+        rate: gamma.
+        zero_mean: subtract the mean of the signs, so that the bias does not drift; no comparison changes.
+
+    Source: Wang et al. 2024, auxiliary-loss-free balancing (arXiv 2408.15664).
+
+    >>> bias_step(torch.tensor([5.0, 1.0, 0.0]), 0.001).tolist() == torch.tensor([-0.001, 0.001, 0.001]).tolist()
+    True
+    """
+    count = count_E.to(torch.float64)
+    sign = torch.sign(count.mean(-1, keepdim=True) - count)
+    if zero_mean:
+        sign = sign - sign.mean(-1, keepdim=True)
+    return (rate * sign).to(torch.float32)

@@ -1,0 +1,95 @@
+"""Log-probabilities of given tokens from hidden states, without ever holding all logits.
+
+Axis letters: M scored positions, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 64 * 2**20  # of float32 logits alive at a time
+
+
+def token_logprobs(
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    label_M: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    r"""Log-probability of each label: :math:`z_{m,y_m} - \log\sum_v e^{z_{mv}}` with :math:`z = h W^\top / \tau`.
+
+    Args:
+        hidden_MD: ``[M, D]`` float. Final hidden states of the positions to score.
+        head_VD: ``[V, D]`` same dtype. Output embedding.
+        label_M: ``[M]`` int64 in ``[0, V)``.
+        temperature: tau > 0; divides the logits, as a sampler with that temperature does.
+        chunk_bytes: the most that logits may take, forward or backward. Must hold one row (it is rounded up to one).
+
+    Returns:
+        ``[M]`` in float32 (float64 for float64 input).
+
+    Cost:
+        One ``M x D x V`` product forward and two backward. When all of M fits in one chunk its probabilities are
+        kept; otherwise each chunk's logits are computed again in the backward, one more product.
+
+    Gradients:
+        To `hidden_MD` and `head_VD`. The log-softmax and its gradient are in the returned dtype.
+
+    >>> h, w = torch.tensor([[2.0, 0.0]]), torch.eye(2)
+    >>> round(token_logprobs(h, w, torch.tensor([0]), temperature=0.5).item(), 7)
+    -0.0181499
+    """
+    return _TokenLogprobs.apply(hidden_MD, head_VD, label_M, temperature, chunk_bytes)  # type: ignore[no-any-return]
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: float, kind: torch.dtype) -> Tensor:
+    z = torch.mm(hidden, head.t()).to(kind)
+    return z if temperature == 1.0 else z / temperature
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head, label, temperature, chunk_bytes):
+        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        rows = max(1, chunk_bytes // (head.shape[0] * kind.itemsize))
+        wants = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        keep = wants and hidden.shape[0] <= rows
+        out = torch.empty(hidden.shape[0], dtype=kind, device=hidden.device)
+        lse = torch.empty_like(out)
+        prob = None
+        for a in range(0, hidden.shape[0], rows):
+            part = slice(a, a + rows)
+            z = _logits(hidden[part], head, temperature, kind)
+            torch.logsumexp(z, 1, out=lse[part])
+            out[part] = z.gather(1, label[part, None])[:, 0] - lse[part]
+            if keep:
+                prob = z.sub_(lse[part, None]).exp_()
+        ctx.save_for_backward(hidden, head, label, lse, prob)
+        ctx.temperature, ctx.rows = temperature, rows
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, head, label, lse, prob = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_head = None
+        for a in range(0, hidden.shape[0], ctx.rows):
+            part = slice(a, a + ctx.rows)
+            p = prob
+            if p is None:
+                p = _logits(hidden[part], head, ctx.temperature, lse.dtype).sub_(lse[part, None]).exp_()
+            g = grad[part, None] / ctx.temperature
+            dz = p * -g
+            dz.scatter_add_(1, label[part, None], g)
+            dz = dz.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(dz, head, out=d_hidden[part])
+            if ctx.needs_input_grad[1]:
+                piece = torch.mm(dz.t(), hidden[part])
+                d_head = piece if d_head is None else d_head.add_(piece)
+        if d_head is None and ctx.needs_input_grad[1]:
+            d_head = torch.zeros_like(head)
+        return d_hidden, d_head, None, None, None
