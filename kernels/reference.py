@@ -1,0 +1,45 @@
+"""What every kernel must compute, in the plainest torch: slow, differentiable, any dtype and device.
+
+Tests compare each fast form with these; `moekit.ops.set_backend("reference")` runs a whole model on them.
+
+Axis letters: N positions, K experts per position, E experts, D width, F expert width, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .permute import Sorted
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for [..., 2F] with the gate half first."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+    """y_n = sum_k gate_nk * down_e(n,k) @ swiglu(gate_up_e(n,k) @ x_n), one expert after the other."""
+    y_ND = torch.zeros_like(x_ND)
+    gate_R = gate_NK.reshape(-1)[rows.slot_R].to(x_ND.dtype)
+    for (start, stop), gate_up_2FD, down_DF in zip(rows.bounds, gate_up_E2FD.unbind(), down_EDF.unbind()):
+        row = rows.row_R[start:stop]
+        hidden = swiglu(x_ND[row] @ gate_up_2FD.T) * gate_R[start:stop, None]
+        y_ND = y_ND.index_add(0, row, hidden @ down_DF.T)
+    return y_ND
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; the mean in float32 at least."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def rope(x_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> Tensor:
+    """Rotate pairs (i, i + d/2) of each head by the position's angle i; cos and sin are [N, d/2]."""
+    a, b = x_NHd.chunk(2, -1)
+    cos, sin = cos_Nd[:, None], sin_Nd[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -1,0 +1,1 @@
+"""The model: router, mixture-of-experts layer, attention, transformer, presets."""

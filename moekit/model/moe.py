@@ -1,0 +1,197 @@
+"""One mixture-of-experts layer: route, drop what cannot reach the loss, dispatch, attach the router's own loss.
+
+Who moves the rows is an argument: `LocalDispatcher` keeps them in this process. Counts are taken from the sorted rows
+that enter the matmuls, never from the router's choices.
+
+Axis letters: N positions, P positions whose expert rows run, K experts per position, R routed rows, E experts,
+C = 4 position classes, D width, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..config import ModelConfig
+from ..data.batch import CLASSES, Flat
+from .router import Route, Router
+
+C = len(CLASSES)
+RouterLoss = Callable[[int, Route, Flat], Tensor]
+
+
+class Observer(Protocol):
+    """Told of every routed row, in the forward and in the backward (`moekit.measure.tokens.RowCounter`)."""
+
+    def layer(self, layer: int, decided_CE: Tensor, dispatched_CE: Tensor, elided_C: Tensor, dropped_C: Tensor) -> None:
+        """One forward of one layer: positions x top_k = dispatched + dropped + elided, class by class."""
+        ...
+
+    def backward(self, layer: int, dispatched_CE: Tensor) -> None:
+        """The expert rows of one layer went through backward."""
+        ...
+
+
+@dataclass(frozen=True)
+class DispatchCounts:
+    """int64 rows that entered the matmuls, by class and expert, and rows dropped for lack of room, by class."""
+
+    dispatched_CE: Tensor
+    dropped_C: Tensor
+
+
+class Dispatcher(Protocol):
+    """Brings positions to their experts and the weighted results back. `class_P` absent = counts are not wanted."""
+
+    def __call__(
+        self,
+        x_PD: Tensor,
+        expert_PK: Tensor,
+        gate_PK: Tensor,
+        gate_up_E2FD: Tensor,
+        down_EDF: Tensor,
+        class_P: Tensor | None = None,
+    ) -> tuple[Tensor, DispatchCounts | None]: ...
+
+
+def count_CE(class_R: Tensor, expert_R: Tensor, experts: int) -> Tensor:
+    """int64 [C, E]: how many rows there are of each class and expert."""
+    return torch.bincount(class_R * experts + expert_R, minlength=C * experts).view(C, experts)
+
+
+class LocalDispatcher:
+    """All experts live in this process: sort the rows, run them. Dropless."""
+
+    def __call__(self, x_PD, expert_PK, gate_PK, gate_up_E2FD, down_EDF, class_P=None):
+        """See `Dispatcher`."""
+        experts = gate_up_E2FD.shape[0]
+        rows = ops.sort_rows(expert_PK, experts)
+        y_PD = ops.moe_ffn(x_PD, rows, gate_PK, gate_up_E2FD, down_EDF)
+        if class_P is None:
+            return y_PD, None
+        counts = DispatchCounts(count_CE(class_P[rows.row_R], rows.expert_R, experts), class_P.new_zeros(C))
+        return y_PD, counts
+
+
+class _Attach(torch.autograd.Function):
+    """y unchanged; in the backward `loss` gets gradient 1, whatever the gradient of y is."""
+
+    @staticmethod
+    def forward(ctx, y, loss):
+        ctx.like = loss.detach()
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, torch.ones_like(ctx.like)
+
+
+class _Watch(torch.autograd.Function):
+    """y unchanged; calls `told()` when the gradient of y comes by."""
+
+    @staticmethod
+    def forward(ctx, y, told):
+        ctx.told = told
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.told()
+        return dy, None
+
+
+class Linear(nn.Module):
+    """x @ weight.T, weight [out, in]. Left uninitialised: the transformer draws all weights from one seed."""
+
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, device=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T"""
+        return nn.functional.linear(x, self.weight)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward that every position passes: a dense layer's, or the shared expert's."""
+
+    def __init__(self, width: int, hidden: int, dtype: torch.dtype, device=None):
+        super().__init__()
+        self.gate_up = Linear(width, 2 * hidden, dtype, device)
+        self.down = Linear(hidden, width, dtype, device)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """down(silu(gate) * up)"""
+        return self.down(ops.swiglu(self.gate_up(x_ND)))
+
+
+class MoE(nn.Module):
+    """Routed experts, and the shared expert if there is one."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device=None):
+        super().__init__()
+        experts, width, hidden = config.experts, config.width, config.expert_width
+        self.layer = layer
+        self.router = Router(config, dtype, device)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden, dtype=dtype, device=device))
+        self.shared = FeedForward(width, config.shared_width, dtype, device) if config.shared_width else None
+        self.dispatcher: Dispatcher = LocalDispatcher()
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        flat: Flat,
+        *,
+        real: int,
+        needed_M: Tensor | None = None,
+        replay_NK: Tensor | None = None,
+        router_loss: RouterLoss | None = None,
+        observer: Observer | None = None,
+    ) -> tuple[Tensor, Route]:
+        """The layer's output, and what the router decided for all N positions.
+
+        Args:
+            x_ND: [N, D], normalised.
+            flat: the microbatch; its classes are what counts are kept by.
+            real: expert rows run for positions [0, real); the others' routed output is zero. N = elide nothing.
+            needed_M: the output is wanted at these positions only ([M] int64); no other row runs, output is [M, D].
+            replay_NK: choices to use instead of the router's.
+            router_loss: scalar added to the training loss by way of this layer's output.
+            observer: told of every row.
+        """
+        route = self.router(x_ND, replay_NK)
+
+        def keep(t: Tensor) -> Tensor:
+            return t[:real] if needed_M is None else t[needed_M]
+
+        class_P = keep(flat.class_N) if observer is not None else None
+        kept_x = x_ND if needed_M is None and real == x_ND.shape[0] else keep(x_ND)
+        y, counts = self.dispatcher(
+            kept_x, keep(route.expert_NK), keep(route.gate_NK), self.gate_up, self.down, class_P
+        )
+        if observer is not None:
+            y = self._observe(observer, y, route, flat, class_P, counts)
+        if needed_M is None and real < x_ND.shape[0]:
+            y = torch.cat((y, y.new_zeros(x_ND.shape[0] - real, y.shape[1])))
+        if self.shared is not None:
+            y = y + self.shared(kept_x if needed_M is not None else x_ND)
+        if router_loss is not None:
+            y = _Attach.apply(y, router_loss(self.layer, route, flat))
+        return y, route
+
+    def _observe(self, observer: Observer, y: Tensor, route: Route, flat: Flat, class_P, counts) -> Tensor:
+        top_k, experts = route.expert_NK.shape[1], self.router.weight.shape[0]
+        chosen_R = flat.class_N.repeat_interleave(top_k)
+        decided_CE = count_CE(chosen_R, route.expert_NK.reshape(-1), experts)
+        present_C = torch.bincount(flat.class_N, minlength=C)
+        elided_C = (present_C - torch.bincount(class_P, minlength=C)) * top_k
+        observer.layer(self.layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return y
+        return _Watch.apply(y, lambda: observer.backward(self.layer, counts.dispatched_CE))

@@ -1,0 +1,117 @@
+"""The only door to kernels: every operation by name, and which form of it runs where, and why.
+
+Three backends: "auto" picks the fastest form for the tensors at hand, "torch" the portable fast form, "reference" the
+plain form that the others are tested against. `explain()` says what each operation would run and why.
+
+Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import BackendError, ConfigError
+from .kernels import ragged, reference
+from .kernels.permute import Sorted, sort_rows
+
+__all__ = ["GradSlot", "Sorted", "backend", "explain", "moe_ffn", "rms_norm", "rope", "set_backend", "sort_rows",
+           "swiglu"]  # fmt: skip
+
+Backend = Literal["auto", "torch", "reference"]
+_backend: Backend = "auto"
+
+
+@dataclass
+class GradSlot:
+    """Where a stacked expert weight keeps its gradient; set as the parameter's `grad_slot` by the learner.
+
+    The backward of `moe_ffn` writes into `view` (overwriting while not `filled`, adding afterwards), marks it filled,
+    and gives autograd no gradient for that weight. Full-size gradients are then written once, in the learner's dtype.
+    """
+
+    view: Tensor  # the weight's shape; float32 or float64
+    filled: bool = False
+
+
+def backend() -> Backend:
+    """The backend in force."""
+    return _backend
+
+
+def set_backend(name: Backend) -> Backend:
+    """Choose the backend for this process; returns the one that was in force, to put it back."""
+    global _backend
+    if name not in ("auto", "torch", "reference"):
+        raise BackendError(f"backend {name!r} does not exist; choose 'auto', 'torch' or 'reference'")
+    before, _backend = _backend, name
+    return before
+
+
+def _plain() -> bool:
+    return _backend == "reference"
+
+
+def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """For each operation, what would run on this device and dtype, and why."""
+    if _plain():
+        return dict.fromkeys(("moe_ffn", "rms_norm", "swiglu", "rope"), "reference: set_backend('reference')")
+    return {
+        "moe_ffn": "ragged: one matmul per expert with a hand-written backward",
+        "rms_norm": "torch: torch.nn.functional.rms_norm",
+        "swiglu": "torch",
+        "rope": "torch",
+    }
+
+
+def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
+    r"""Routed experts: gather rows, SwiGLU feed-forward per expert, weighted sum back to positions.
+
+    y_n = sum_k gate_nk * down_e @ (silu(g) * u),  (g, u) = gate_up_e @ x_n,  e = expert_nk
+
+    Args:
+        x_ND: [N, D]; N may be 0.
+        rows: `sort_rows(expert_NK, E)`.
+        gate_NK: [N, K], any float dtype.
+        gate_up_E2FD: [E, 2F, D], gate first.
+        down_EDF: [E, D, F].
+
+    Gradients: to all four. A weight with a `grad_slot` gets its gradient there and None from autograd; an expert
+    without rows gets exactly zero. d gate_nk = <dy_n @ down_e, silu(g) * u>, so no expert output is kept.
+
+    Cost: 6*R*D*F multiply-adds forward, twice that backward; keeps the pre-activations [R, 2F]; one host read of E
+    offsets. The gate multiplies the activation, not the output: F numbers a row instead of D.
+    """
+    experts, two_f, width = gate_up_E2FD.shape
+    if x_ND.shape[1] != width or down_EDF.shape != (experts, width, two_f // 2) or rows.offset_E.shape[0] != experts:
+        raise ConfigError(
+            f"moe_ffn: x {tuple(x_ND.shape)}, gate_up {tuple(gate_up_E2FD.shape)}, down {tuple(down_EDF.shape)} and "
+            f"{rows.offset_E.shape[0]} experts in the rows do not fit [N, D], [E, 2F, D], [E, D, F]"
+        )
+    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
+    if _plain() and slots == (None, None):
+        return reference.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF)
+    return ragged.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    return reference.rms_norm(x, weight, eps) if _plain() else F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for [..., 2F], gate half first.
+
+    >>> round(swiglu(torch.tensor([1.0, 2.0])).item(), 6)
+    1.462117
+    """
+    return reference.swiglu(gate_up)
+
+
+def rope(q_NHd: Tensor, k_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of queries and keys; cos and sin are [N, d/2], pairs are (i, i + d/2)."""
+    return reference.rope(q_NHd, cos_Nd, sin_Nd), reference.rope(k_NHd, cos_Nd, sin_Nd)
