@@ -16,7 +16,7 @@ NOTEBOOKS := $(if $(wildcard notebooks/*.ipynb),--nbmake notebooks)
 .PHONY: demo lab test test-full lint style clean help
 
 help:
-	@sed -n '2,7s/^#  //p' Makefile
+	@sed -n '2,7s/^#   //p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/moekit demo
@@ -28,7 +28,7 @@ test: style
 	$(PYTEST) -m "not long" tests $(NOTEBOOKS)
 
 test-full: $(VENV)/.installed-dev
-	$(PYTEST) -m long tests $(NOTEBOOKS)
+	$(PYTEST) -m long tests
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -44,7 +44,7 @@ clean:
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("moekit needs Python 3.11 or newer; this is %d.%d.\
 	 Name another one: make PYTHON=python3.12 ..." % v[:2] if v < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Stamps: installing again waits for a change of what is to be installed.
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
