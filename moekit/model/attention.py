@@ -9,6 +9,8 @@ Axis letters: N positions, S documents of a run, L their length, H query heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from .. import ops
 from ..config import ModelConfig
 from ..data.batch import Flat
 from .moe import Linear
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [N, H, d], k and v [N, G, d] -> [N, H, d]
 
 
 def rope_angles(position_N: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -105,9 +109,10 @@ class Attention(nn.Module):
             q_NHd, k_NGd = self.q_norm(q_NHd), self.k_norm(k_NGd)
         return *ops.rope(q_NHd, k_NGd, *angles), v_NGd
 
-    def forward(self, x_ND: Tensor, flat: Flat, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention output [N, D] for normalised input [N, D]."""
-        a_NHd = document_attention(*self.project(x_ND, angles), flat)
+    def forward(self, x_ND: Tensor, flat: Flat | None, angles: tuple[Tensor, Tensor], attend: Attend | None = None):
+        """Attention output [N, D] for normalised input [N, D]; `attend` replaces attention within documents."""
+        q_NHd, k_NGd, v_NGd = self.project(x_ND, angles)
+        a_NHd = attend(q_NHd, k_NGd, v_NGd) if attend else document_attention(q_NHd, k_NGd, v_NGd, flat)
         return self.out(a_NHd.reshape(-1, self.heads * self.d))
 
 

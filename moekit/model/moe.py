@@ -146,7 +146,7 @@ class MoE(nn.Module):
     def forward(
         self,
         x_ND: Tensor,
-        flat: Flat,
+        flat: Flat | None,
         *,
         real: int,
         needed_M: Tensor | None = None,
@@ -158,7 +158,7 @@ class MoE(nn.Module):
 
         Args:
             x_ND: [N, D], normalised.
-            flat: the microbatch; its classes are what counts are kept by.
+            flat: the microbatch; its classes are what counts are kept by. Only router losses and observers need it.
             real: expert rows run for positions [0, real); the others' routed output is zero. N = elide nothing.
             needed_M: the output is wanted at these positions only ([M] int64); no other row runs, output is [M, D].
             replay_NK: choices to use instead of the router's.

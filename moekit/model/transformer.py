@@ -17,7 +17,8 @@ from ..config import Elide, ModelConfig
 from ..data.batch import Batch, Flat
 from ..errors import ConfigError, DataError
 from ..objectives.logprobs import token_logprobs
-from .attention import Attention, RMSNorm, rope_angles
+from .attention import Attend, Attention, RMSNorm, rope_angles
+from .decode import Cache, decode, prefill
 from .moe import FeedForward, Linear, MoE, Observer, RouterLoss
 from .router import Route
 
@@ -52,10 +53,17 @@ class Block(nn.Module):
         return hasattr(self, "moe")
 
     def forward(
-        self, x_ND, flat: Flat, angles, *, needed_M: Tensor | None = None, **moe
+        self,
+        x_ND: Tensor,
+        flat: Flat | None,
+        angles: tuple[Tensor, Tensor],
+        *,
+        attend: Attend | None = None,
+        needed_M: Tensor | None = None,
+        **moe,
     ) -> tuple[Tensor, Route | None]:
-        """The block's output, at `needed_M` only if given; `moe` goes to `MoE.forward`."""
-        x_ND = x_ND + self.attention(self.attention_norm(x_ND), flat, angles)
+        """The block's output, at `needed_M` only if given; `moe` goes to `MoE.forward`, `attend` to `Attention`."""
+        x_ND = x_ND + self.attention(self.attention_norm(x_ND), flat, angles, attend)
         if self.routes:
             y, route = self.moe(self.ffn_norm(x_ND), flat, needed_M=needed_M, **moe)
             return (x_ND if needed_M is None else x_ND[needed_M]) + y, route
@@ -152,11 +160,16 @@ class Transformer(nn.Module):
         routes: list[Route] = []
         for i, block in enumerate(self.layers):
             last = elide == "padding+last_layer" and i == self.config.layers - 1
-            moe = {}
-            if block.routes:
-                replay_NK = next(given).to(self.device) if replay is not None else None
-                moe = {"real": real, "replay_NK": replay_NK, "router_loss": router_loss, "observer": observer}
-            x_ND, route = block(x_ND, flat, angles, needed_M=flat.label_index_M if last else None, **moe)
+            x_ND, route = block(
+                x_ND,
+                flat,
+                angles,
+                needed_M=flat.label_index_M if last else None,
+                real=real,
+                replay_NK=next(given).to(self.device) if replay is not None and block.routes else None,
+                router_loss=router_loss,
+                observer=observer,
+            )
             if record and route is not None:
                 routes.append(route)
         hidden_ND = None
@@ -168,6 +181,14 @@ class Transformer(nn.Module):
             hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])
         logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M)
         return Outputs(hidden_MD, logprob_M, routes if record else None, flat, hidden_ND)
+
+    def prefill(self, prompts: list[list[int]], room: int) -> tuple[Tensor, Cache]:
+        """See `moekit.model.decode.prefill`."""
+        return prefill(self, prompts, room)
+
+    def decode(self, token_B: Tensor, cache: Cache) -> Tensor:
+        """See `moekit.model.decode.decode`."""
+        return decode(self, token_B, cache)
 
     def _check(self, flat: Flat, elide: str, replay: list[Tensor] | None, keep_hidden: bool) -> None:
         if elide not in ("none", "padding", "padding+last_layer"):
