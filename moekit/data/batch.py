@@ -208,7 +208,7 @@ class Batch:
 
 def _sorted_documents(segment: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Flat places of all non-padding positions grouped by (row, segment), in row order, and their group key."""
-    rows, length = segment.shape
+    length = segment.shape[1]
     seg = segment.numpy().reshape(-1)
     place = np.nonzero(seg >= 0)[0]
     key = (place // max(length, 1)) * (int(seg.max(initial=0)) + 1) + seg[place]
@@ -284,7 +284,7 @@ def _flatten(batch: Batch) -> Flat:
     document = np.repeat(np.arange(len(rank)), length)
     padding = np.nonzero(seg < 0)[0]
     order_N = torch.from_numpy(np.concatenate([order, padding]).astype(np.int64))
-    pick = lambda x: x.reshape(-1)[order_N]  # noqa: E731
+    pick = lambda x: x.reshape(-1)[order_N]
     label = pick(batch.labels)
     runs: list[Run] = []
     for at, n, p in zip(start_new.tolist(), length.tolist(), parent.tolist()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class DenominatorLab:
         for rank in range(ranks):
             rows = list(range(rank, batch.rows, ranks))
             edges = [round(i * len(rows) / microbatches) for i in range(microbatches + 1)]
-            cut.append([(rows[a:b], _take(batch, rows[a:b])) for a, b in zip(edges, edges[1:]) if b > a])
+            cut.append([(rows[a:b], _take(batch, rows[a:b])) for a, b in pairwise(edges) if b > a])
         counted = [step_counts([b.flat for _, b in mine]) for mine in cut]
         total = [sum(x) for x in zip(*([c.supervised, c.sequences, c.microbatches, c.ranks] for c in counted))]
         everything = total + [float(batch.removed * (batch.length - 1))]
@@ -136,7 +137,7 @@ class DenominatorLab:
         """Loss, gradient norm ratio and cosine of one convention against the exact token mean; see `weights`."""
         w_S = self.weights(mode, ranks, microbatches, removed, constant_length)
         exact_S = self.weights("global_tokens", removed=removed)
-        dot = lambda a, b: float(a @ self.gram_SS @ b)  # noqa: E731
+        dot = lambda a, b: float(a @ self.gram_SS @ b)
         norm, exact = dot(w_S, w_S) ** 0.5, dot(exact_S, exact_S) ** 0.5
         alive = norm > 0 and exact > 0
         supervised = int(step_counts([self._filtered(removed).flat]).supervised)

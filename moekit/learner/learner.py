@@ -217,7 +217,7 @@ class Learner:
             }
             try:
                 write_state(folder, {n: t.contiguous() for n, t in tensors.items()}, manifest, overwrite=overwrite)
-            except Exception as e:  # all ranks must learn of it, or they would wait for ever
+            except Exception as e:  # noqa: BLE001 (all ranks must learn of it, or they would wait for ever)
                 problem, error = 1.0, e
         (problem,) = self.world.sum_list([problem])
         if problem:

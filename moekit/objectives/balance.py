@@ -62,7 +62,7 @@ def convert_coefficient(value: float, source: str, target: str, top_k: int) -> f
 def balance_by_sequence(route: Any, flat: Flat, scope: Scope) -> Tensor:
     """Sum over documents of n_s * E * sum_e f_se P_se: the `sequence` loss before its divisor, a scalar."""
     probs, experts = route.probs_NE, route.expert_NK
-    (_, e), k = probs.shape, experts.shape[1]
+    e = probs.shape[1]
     document = flat.document_N
     groups = flat.documents
     if scope == "all":  # each row's padding is a document of its own
