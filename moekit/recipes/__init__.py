@@ -1,0 +1,1 @@
+"""One readable training loop each, as functions of a config."""
