@@ -1,0 +1,232 @@
+"""Write a model as a Hugging Face folder that Transformers, and engines that read its files, load with equal logits.
+
+What the chosen family cannot hold is refused by name before anything is written. The folder appears under its name
+when it is complete: it is written beside it, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..errors import CheckpointError, ConfigError, StorageError
+from .families import FAMILIES, Family
+from .huggingface import CONFIG, INDEX, SINGLE, check_parameters, check_tokenizer
+from .names import Naming, Piece, pieces
+from .save import new_folder
+
+# what a tokenizer folder may hold; everything else in a base checkpoint's folder belongs to its weights
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_GENERATION = "generation_config.json"
+
+
+def write(
+    model: nn.Module,
+    path: str | Path,
+    tokenizer: Any = None,
+    *,
+    family: str | None = None,
+    naming: Naming = "per_expert",
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Path:
+    """Write config.json, generation_config.json, safetensors (with an index when sharded) and the tokenizer.
+
+    Args:
+        model: a `Transformer` (anything with `config` and its parameter names). Weights are written as they are, in
+            their dtype.
+        path: the folder to make.
+        tokenizer: a folder whose tokenizer files (and generation_config.json) are copied, or an object with
+            `save_pretrained`; None = no tokenizer files.
+        family: "olmoe", "qwen3_moe" or "mixtral"; None = the model's own.
+        naming: "per_expert" as released checkpoints have it, or "fused".
+        max_shard_bytes: largest file of weights; a tensor larger than that has a file of its own.
+        overwrite: replace an existing Hugging Face folder at `path`.
+    Returns:
+        The folder's absolute path.
+    Raises:
+        ConfigError: the family cannot hold the model, or the tokenizer has more tokens than the model.
+        CheckpointError: `path` exists, or `tokenizer` is not one.
+        StorageError: no room, or the place cannot be written. Nothing half-written stays.
+    Cost: extra memory of at most one shard where parameters are on another device, none to speak of on CPU.
+    """
+    config: ModelConfig = model.config  # type: ignore[assignment]
+    if naming not in ("per_expert", "fused"):
+        raise ConfigError(f"naming={naming!r} is not one of 'per_expert', 'fused'")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes} must be at least 1")
+    chosen = choose_family(config, family)
+    table = pieces(config, chosen, naming)
+    parameters = check_parameters(model, table)
+    if tokenizer is not None:
+        check_tokenizer(config, tokenizer)
+    path = Path(path).expanduser().resolve()
+    if overwrite and path.exists() and not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} is not a Hugging Face folder (it has no {CONFIG}), so it is not overwritten")
+    size = {p.name: math.prod(p.shape) * parameters[p.parameter].element_size() for p in table}
+    _check_room(path, sum(size.values()))
+    shards = _shards(table, size, max_shard_bytes)
+    with new_folder(path, overwrite=overwrite) as folder:
+        files = _shard_names(len(shards))
+        for file, shard in zip(files, shards):
+            save_file({p.name: _part(parameters[p.parameter], p) for p in shard}, folder / file, {"format": "pt"})
+        if len(shards) > 1:
+            total = {"total_parameters": sum(math.prod(p.shape) for p in table), "total_size": sum(size.values())}
+            where = {p.name: file for file, shard in zip(files, shards) for p in shard}
+            _dump(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
+        dtype = str(parameters["embed.weight"].dtype).removeprefix("torch.")
+        _dump(folder / CONFIG, config_to_hf(config, chosen, dtype))
+        ids = {"bos_token_id": config.bos_id, "eos_token_id": config.eos_id, "pad_token_id": config.pad_id}
+        _dump(folder / _GENERATION, {"_from_model_config": True, **ids})
+        if isinstance(tokenizer, (str, Path)):
+            source = Path(tokenizer).expanduser()
+            for name in (*_TOKENIZER_FILES, _GENERATION):
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(str(folder))
+    return path
+
+
+def choose_family(config: ModelConfig, family: str | None = None) -> Family:
+    """The family to write `config` as: the one asked for, else the one that it came from.
+
+    Raises `ConfigError` if there is none, or if it cannot hold the model; then all that it cannot hold is named.
+    """
+    name = family or config.family
+    able = [f.name for f in FAMILIES.values() if not _cannot_hold(config, f)]
+    hint = f"families that can hold this model: {', '.join(able) or 'none of ' + ', '.join(FAMILIES)}"
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"export needs a Hugging Face family, got family={family!r} and config.family={config.family!r}; {hint}"
+        )
+    problems = _cannot_hold(config, FAMILIES[name])
+    if problems:
+        raise ConfigError(f"the family {name!r} cannot hold {'; '.join(problems)}; {hint}")
+    return FAMILIES[name]
+
+
+def config_to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    """The config.json of `config` as `family`, complete, so that no default of any version decides anything.
+
+    `rope_theta` and `num_experts` are written in the older spelling too, which Transformers 4 and other engines read.
+    """
+    values: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "dtype": dtype,
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "num_experts_per_tok": config.top_k,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tied_head,
+        "initializer_range": config.init_std,
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_id,
+        "pad_token_id": config.pad_id,
+        "output_router_logits": False,
+        "router_aux_loss_coef": family.router_loss,
+        "use_cache": True,
+        family.width_key: config.expert_width,
+    }
+    if family.free_head_dim:
+        values["head_dim"] = config.head_dim
+    if family.normalizes is None:
+        values["norm_topk_prob"] = config.normalize_gates or config.gate == "topk_softmax"
+    if family.name == "mixtral":
+        values |= {"num_local_experts": config.experts, "sliding_window": None, "router_jitter_noise": 0.0}
+    else:
+        values |= {"num_experts": config.experts, "attention_bias": False}
+    if family.name == "olmoe":
+        values["clip_qkv"] = None
+    if family.dense_layers:
+        values |= {
+            "intermediate_size": config.dense_width or config.expert_width,
+            "mlp_only_layers": sorted(config.dense_layers),
+            "decoder_sparse_step": 1,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        }
+    return dict(sorted(values.items()))
+
+
+def _cannot_hold(config: ModelConfig, family: Family) -> list[str]:
+    normalized = config.normalize_gates or config.gate == "topk_softmax"
+    checks = [
+        (not config.selection_bias, "selection_bias=True"),
+        (not config.shared_width, f"shared experts (shared_width={config.shared_width})"),
+        (config.gate != "sigmoid", "gate='sigmoid'"),
+        (not config.dense_layers or family.dense_layers, f"dense_layers={config.dense_layers}"),
+        (config.qk_norm == family.qk_norm, f"qk_norm={config.qk_norm!r} (it has {family.qk_norm!r})"),
+        (
+            family.normalizes is None or family.normalizes == normalized,
+            f"normalize_gates={config.normalize_gates} (it always normalises)",
+        ),
+        (
+            family.free_head_dim or config.head_dim * config.heads == config.width,
+            f"head_dim={config.head_dim} (it has width / heads = {config.width / config.heads:g})",
+        ),
+    ]
+    return [what for holds, what in checks if not holds]
+
+
+def _part(parameter: Tensor, piece: Piece) -> Tensor:
+    # contiguous because safetensors writes memory as it lies, not as a view's strides say
+    return parameter.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).cpu().contiguous()
+
+
+def _shards(table: list[Piece], size: dict[str, int], limit: int) -> list[list[Piece]]:
+    shards: list[list[Piece]] = [[]]
+    room = limit
+    for piece in table:
+        if shards[-1] and size[piece.name] > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(piece)
+        room -= size[piece.name]
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _check_room(path: Path, need: int) -> None:
+    parent = next(p for p in path.parents if p.exists())
+    free = shutil.disk_usage(parent).free
+    if need > free:
+        raise StorageError(f"{path} needs {need:,} bytes and {parent} has {free:,} free; nothing was written")
+
+
+def _dump(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,281 @@
+"""The Hugging Face families that moekit reads and writes, and their config.json as a `ModelConfig`.
+
+A family is what Transformers calls a model type. Each leaves some things out of config.json, because its code fixes
+them (Mixtral always normalises its gates) or because its configuration class has a default. A file is read as that
+class would read it: the file first, then the default of that very family, never a guess that serves all.
+
+Nothing is dropped in silence: a feature that moekit's model does not have is refused by name and with its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import ModelConfig, QKNorm
+from ..errors import CheckpointError, ConfigError
+
+# what the three configuration classes agree on, for keys that a file leaves out
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "norm_topk_prob": False,
+    "rope_theta": 10000.0,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one Hugging Face family apart from the others."""
+
+    name: str  # its `model_type`
+    architecture: str  # the class that holds it with a language model head
+    qk_norm: QKNorm
+    normalizes: bool | None  # None: as `norm_topk_prob` says; True: always, whatever the file says
+    dense_layers: bool  # some layers may have a dense feed-forward
+    free_head_dim: bool  # head_dim may differ from width / heads
+    router_loss: float  # its default coefficient of the balance loss, written so that the file is complete
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def width_key(self) -> str:
+        """The config.json key that holds the width of one routed expert."""
+        return "moe_intermediate_size" if self.dense_layers else "intermediate_size"
+
+    def default(self, key: str) -> Any:
+        """Value of `key` where a config.json does not have it."""
+        return self.defaults.get(key, _COMMON.get(key))
+
+
+FAMILIES: dict[str, Family] = {
+    "olmoe": Family(
+        name="olmoe",
+        architecture="OlmoeForCausalLM",
+        qk_norm="full",
+        normalizes=None,
+        dense_layers=False,
+        free_head_dim=False,
+        router_loss=0.01,
+        defaults={
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "pad_token_id": 1,
+            "eos_token_id": 50279,
+        },
+    ),
+    "qwen3_moe": Family(
+        name="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm="head",
+        normalizes=None,
+        dense_layers=True,
+        free_head_dim=True,
+        router_loss=0.001,
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-6,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "decoder_sparse_step": 1,
+            "sliding_window": 4096,
+        },
+    ),
+    "mixtral": Family(
+        name="mixtral",
+        architecture="MixtralForCausalLM",
+        qk_norm="none",
+        normalizes=True,
+        dense_layers=False,
+        free_head_dim=True,
+        router_loss=0.001,
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+}
+
+
+def family_of(values: dict[str, Any], where: str = "config.json") -> Family:
+    """The family that a config.json names in `model_type`. Raises `CheckpointError` for one that moekit lacks."""
+    name = values.get("model_type")
+    if name not in FAMILIES:
+        raise CheckpointError(
+            f"{where}: model_type={name!r} is not a family that moekit reads; it reads {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def config_from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """The `ModelConfig` that a Hugging Face config.json describes.
+
+    Args:
+        values: the parsed JSON object.
+        where: its path, for error messages.
+    Returns:
+        The config, with `family` set. An absent key has the default of the family's own configuration class. Of
+        several eos ids the first is kept, and a special id outside the vocabulary, which no token can have, is None.
+    Raises:
+        CheckpointError: unknown family, a value of the wrong kind, or features that moekit's model does not have (all
+            of them in one message, each with its value).
+    """
+    family = family_of(values, where)
+    read = _Reader(values, family, where)
+    layers, heads, width = (read.integer(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    vocab, max_positions = read.integer("vocab_size"), read.integer("max_position_embeddings")
+    theta = _refuse_unknown_features(read, width, heads, max_positions)
+    dense = _dense_layers(read, layers)
+    try:
+        return ModelConfig(
+            vocab=vocab,
+            width=width,
+            layers=layers,
+            heads=heads,
+            kv_heads=read.integer("num_key_value_heads", or_none=True),
+            head_dim=read.integer("head_dim", or_none=True) or width // max(heads, 1),
+            experts=read.experts(),
+            top_k=read.integer("num_experts_per_tok"),
+            expert_width=read.integer(family.width_key),
+            dense_layers=dense,
+            dense_width=read.integer("intermediate_size") if dense else 0,
+            gate="softmax",
+            normalize_gates=bool(read.value("norm_topk_prob")) if family.normalizes is None else family.normalizes,
+            qk_norm=family.qk_norm,
+            norm_eps=read.number("rms_norm_eps"),
+            rope_theta=theta,
+            max_positions=max_positions,
+            tied_head=bool(read.value("tie_word_embeddings")),
+            init_std=read.number("initializer_range"),
+            family=family.name,  # type: ignore[arg-type]
+            bos_id=read.token_id("bos_token_id", vocab),
+            eos_id=read.token_id("eos_token_id", vocab),
+            pad_id=read.token_id("pad_token_id", vocab),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+class _Reader:
+    """Typed access to a config.json, with the family's defaults and errors that name key, value and file."""
+
+    def __init__(self, values: dict[str, Any], family: Family, where: str):
+        self.values, self.family, self.where = values, family, where
+
+    def value(self, key: str) -> Any:
+        return self.values[key] if key in self.values else self.family.default(key)
+
+    def integer(self, key: str, or_none: bool = False) -> Any:
+        value = self.value(key)
+        if (value is None and or_none) or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise CheckpointError(f"{self.where}: {key}={value!r} is not an integer")
+
+    def number(self, key: str) -> float:
+        value = self.value(key)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        raise CheckpointError(f"{self.where}: {key}={value!r} is not a number")
+
+    def experts(self) -> int:
+        # one number under two names: Transformers 5 saves num_local_experts where Qwen's own files say num_experts
+        found = {k: self.integer(k) for k in ("num_experts", "num_local_experts") if k in self.values}
+        if len(set(found.values())) > 1:
+            raise CheckpointError(f"{self.where}: two different numbers of experts: {found}; remove one")
+        return next(iter(found.values()), self.family.default("num_experts"))
+
+    def token_id(self, key: str, vocab: int) -> int | None:
+        value = self.value(key)
+        if isinstance(value, list):
+            value = value[0] if value else None
+        return value if isinstance(value, int) and 0 <= value < vocab else None
+
+
+def _dense_layers(read: _Reader, layers: int) -> tuple[int, ...]:
+    if not read.family.dense_layers:
+        return ()
+    step, listed = read.integer("decoder_sparse_step"), read.value("mlp_only_layers") or []
+    if step < 1:
+        raise CheckpointError(f"{read.where}: decoder_sparse_step={step} must be at least 1")
+    return tuple(i for i in range(layers) if i in listed or (i + 1) % step)
+
+
+def _refuse_unknown_features(read: _Reader, width: int, heads: int, max_positions: int) -> float:
+    """Raises one error with every feature that moekit's model lacks; returns the rotary base."""
+    values, problems = read.values, []
+
+    def need(ok: bool, key: str, why: str) -> None:
+        if not ok:
+            problems.append(f"{key}={read.value(key)!r} ({why})")
+
+    need(read.value("hidden_act") in ("silu", "swish"), "hidden_act", "moekit's experts are SwiGLU: silu")
+    need(not values.get("attention_bias"), "attention_bias", "moekit's projections have no bias")
+    need(values.get("clip_qkv") is None, "clip_qkv", "moekit does not clip queries, keys and values")
+    need(not values.get("attention_dropout"), "attention_dropout", "moekit has no dropout; set it to 0")
+    need(not values.get("router_jitter_noise"), "router_jitter_noise", "moekit's router has no noise; set it to 0")
+    need(not values.get("quantization_config"), "quantization_config", "read the weights before quantisation")
+    need(not values.get("per_layer_config"), "per_layer_config", "moekit's layers share one shape")
+    need(values.get("partial_rotary_factor") in (None, 1, 1.0), "partial_rotary_factor", "moekit rotates whole heads")
+    kinds = {kind for kind in values.get("layer_types") or [] if kind != "full_attention"}
+    need(not kinds, "layer_types", "moekit's attention is full attention")
+    window = read.value("sliding_window")
+    if read.family.name == "qwen3_moe" and not values.get("use_sliding_window"):
+        window = None  # this family ignores the number unless it is switched on
+    need(
+        window is None or window >= max_positions,
+        "sliding_window",
+        f"shorter than max_position_embeddings={max_positions} and moekit's attention has no window; to train within "
+        "the window, set max_position_embeddings to it in a copy of config.json",
+    )
+    if not read.family.free_head_dim:
+        head_dim = values.get("head_dim")
+        need(head_dim in (None, width // max(heads, 1)), "head_dim", f"{read.family.name} has width / heads")
+    theta = _rope_theta(read, problems)
+    if problems:
+        raise CheckpointError(f"{read.where}: moekit cannot hold {'; '.join(problems)}")
+    return theta
+
+
+def _rope_theta(read: _Reader, problems: list[str]) -> float:
+    bases = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = read.values.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        nested = any(isinstance(v, dict) for v in rope.values())
+        if kind != "default" or nested or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+            problems.append(f"{key}={rope!r} (moekit's rotary embedding is the default one, unscaled)")
+        if isinstance(rope.get("rope_theta"), (int, float)):
+            bases[f"{key}.rope_theta"] = float(rope["rope_theta"])
+    if read.values.get("rope_theta") is not None:
+        bases["rope_theta"] = read.number("rope_theta")
+    if len(set(bases.values())) > 1:
+        problems.append(f"two different rotary bases, {bases}")
+    return next(iter(bases.values()), float(read.family.default("rope_theta")))

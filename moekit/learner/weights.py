@@ -1,0 +1,95 @@
+"""`moekit.load` and `moekit.export`: a model from a Hugging Face folder, and back into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import export as _export
+from ..checkpoint import huggingface
+from ..checkpoint.names import Naming
+from ..errors import ConfigError
+from ..model.transformer import Transformer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    *,
+    allow_nonfinite: bool = False,
+) -> Transformer:
+    """A model with the weights of a Hugging Face folder of the family OLMoE, Qwen3-MoE or Mixtral.
+
+    Args:
+        path: a local folder with config.json and safetensors, one file or sharded with an index.
+        dtype: of the parameters: float32, bfloat16 or float64; None = the narrowest of them that holds every stored
+            value exactly.
+        device: where the parameters go; None = CPU.
+        allow_nonfinite: accept NaN and infinity among the weights.
+    Returns:
+        The model; `model.config.family` says where it came from.
+    Raises:
+        CheckpointError: not such a folder, a feature that moekit does not have (named, with its value), tensors that
+            are missing, unknown or of another shape (all of them in one error).
+        NumericsError: NaN or infinity, with the tensor's name.
+    Cost: every byte is read once, straight into its parameter; parameters are never initialised first.
+
+    >>> import tempfile
+    >>> from moekit.model.presets import preset
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = export(Transformer(preset("demo")), f"{folder}/model")
+    ...     load(f"{folder}/model", dtype="bfloat16").embed.weight.dtype
+    torch.bfloat16
+    """
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype, dtype)  # type: ignore[arg-type]
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise ConfigError(f"dtype={dtype} is not one of {', '.join(_DTYPES)}")
+    config = huggingface.read_config(path)
+    model = Transformer(config, dtype=dtype or huggingface.stored_dtype(path), device=device, seed=None)
+    huggingface.load_into(model, path, allow_nonfinite=allow_nonfinite)
+    return model
+
+
+def export(
+    model: Transformer,
+    path: str | Path,
+    tokenizer: Any = None,
+    *,
+    family: str | None = None,
+    naming: Naming = "per_expert",
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> Path:
+    """Write `model` as a Hugging Face folder, which Transformers' `AutoModelForCausalLM` loads with equal logits.
+
+    Args:
+        model: written as it is, in its dtype.
+        path: the folder to make; it appears when it is complete.
+        tokenizer: a folder to copy tokenizer files from, or a Transformers tokenizer.
+        family: "olmoe", "qwen3_moe" or "mixtral"; None = `model.config.family`.
+        naming: "per_expert", one tensor per expert's matrix as released checkpoints have it, or "fused".
+        max_shard_bytes: largest file of weights.
+        overwrite: replace an existing Hugging Face folder.
+    Returns:
+        The folder's absolute path.
+    Raises:
+        ConfigError: no family, or one that cannot hold the model (what it cannot hold is named); a tokenizer with
+            more tokens than the model.
+        CheckpointError: the folder exists, or `tokenizer` is not one.
+        StorageError: no room, or no right to write. Nothing half-written stays.
+    """
+    return _export.write(
+        model,
+        path,
+        tokenizer,
+        family=family,
+        naming=naming,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    )
