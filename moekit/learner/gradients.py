@@ -129,7 +129,8 @@ class Gradients:
 
 def _drain(p: nn.Parameter) -> None:
     slot: GradSlot = p.grad_slot  # type: ignore[attr-defined]
-    assert p.grad is not None
+    if p.grad is None:  # the operation wrote into the slot itself
+        return
     if slot.filled:
         slot.view.add_(p.grad)
     else:

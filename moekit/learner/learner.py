@@ -62,7 +62,7 @@ class Learner:
             self.world.broadcast(bucket.master)
             bucket.refresh()
         self.optimizer = FlatAdamW(self.gradients, self.config)
-        self.counter = RowCounter(shape.layers, shape.experts, component="policy")
+        self.counter = RowCounter.of(shape)
         self.updates = 0  # committed optimizer steps: also the weight version
         self.skipped = 0
 
@@ -110,7 +110,7 @@ class Learner:
             "time/step_s": seconds,
             **self.counter.metrics(),
             **rates(self.counter, seconds),
-            "flops/step": self._flops(flats),
+            "flops/step": step_flops(self.model.config, self.counter)["total"],
         }
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
@@ -147,7 +147,7 @@ class Learner:
         router = RouterLoss(c, max(divisor, 1.0), self.world.sum if self.world.size > 1 else None)
         loss = torch.zeros((), dtype=torch.float64)
         for flat in flats:
-            out = self._forward(flat, router, record=pooled)
+            out = self._forward(flat, router, self.counter, record=pooled)
             terms = self.objective(flat, out)
             weight = token_weights(flat, counts, self.denominator, self.constant_length)
             value = (terms.loss_M * weight.to(terms.loss_M.dtype)).sum()
@@ -162,13 +162,13 @@ class Learner:
         loss_sum, balance_sum, z_sum = self.world.sum_list(own)
         return loss_sum, {"balance": balance_sum, "z": z_sum}
 
-    def _forward(self, flat: Flat, router: RouterLoss | None, record: bool = False) -> Any:
-        self.counter.positions(flat)
+    def _forward(self, flat: Flat, router: RouterLoss | None, counter: RowCounter, record: bool = False) -> Any:
+        counter.positions(flat)
         return self.model(
             flat,
             elide=self.config.elide,
             router_loss=router if router is not None and router.per_layer else None,
-            observer=self.counter,
+            observer=counter,
             record=record,
         )
 
@@ -181,23 +181,17 @@ class Learner:
                 count_E = self.counter.decided(layer, scope="valid")
                 moe.router.selection_bias += bias_step(count_E, self.config.bias_rate)
 
-    def _flops(self, flats: list[Flat]) -> float:
-        return self.world.sum_list([sum(step_flops(self.model.config, f)["total"] for f in flats)])[0]
-
     # ------------------------------------------------------------------ looking without moving
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Mean loss per supervised token over all ranks' batches, without gradient; counts in pass "evaluate"."""
         flats = self._prepare(batches)
-        counter, self.counter = self.counter, RowCounter(self.model.config.layers, self.model.config.experts)
-        self.counter.pass_name = "evaluate"
-        try:
-            sums = [0.0, 0.0]
+        counter = RowCounter.of(self.model.config)
+        sums = [0.0, 0.0]
+        with counter.during("evaluate"):
             for flat in flats:
-                loss_M = self.objective(flat, self._forward(flat, None)).loss_M
+                loss_M = self.objective(flat, self._forward(flat, None, counter)).loss_M
                 sums = [sums[0] + float(loss_M.sum(dtype=torch.float64)), sums[1] + loss_M.numel()]
-        finally:
-            self.counter = counter
         total, n = self.world.sum_list(sums)
         return {f"eval/{self.name}": total / n if n else 0.0, "eval/tokens": n}
 
