@@ -1,0 +1,300 @@
+"""What this machine has, and what of moekit will run on it: `moekit doctor`.
+
+It looks and never changes anything. CUDA is not started: GPUs are read from the driver's own tool.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+# versions that the tests ran with; tests/test_doctor.py holds them against constraints.txt
+TESTED = {
+    "torch": "2.13.0",
+    "triton": "3.7.1",
+    "transformers": "5.24.0",
+    "tokenizers": "0.23.3",
+    "safetensors": "0.8.0",
+    "datasets": "5.2.0",
+    "numpy": "2.4.6",
+    "pandas": "3.1.1",
+    "cloudpickle": "3.1.3",
+    "plotly": "7.1.0",
+    "ipywidgets": "8.1.9",
+    "anywidget": "0.11.0",
+    "jupyterlab": "4.6.6",
+    "reasoning-gym": "0.1.25",
+}
+# what is lost without an optional package
+WITHOUT = {
+    "triton": "GPU kernels",
+    "plotly": "figures and reports; install moekit[notebooks]",
+    "ipywidgets": "live figures; install moekit[notebooks]",
+    "anywidget": "live figures; install moekit[notebooks]",
+    "jupyterlab": "`make lab`; install moekit[notebooks]",
+    "reasoning-gym": "the demo's tasks; install moekit[rl]",
+}
+SHM_WANTED = 1 << 30  # bytes of shared memory
+DISK_WANTED = 1 << 30  # bytes free where runs are written
+RUNS_SHOWN = 20
+
+
+@dataclass
+class Report:
+    """Findings by section, what deserves attention, and what is missing for moekit to run at all."""
+
+    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 when something required is missing."""
+        return 1 if self.missing else 0
+
+    def __str__(self) -> str:
+        width = max((len(k) for rows in self.sections.values() for k, _ in rows), default=0)
+        lines = []
+        for title, rows in self.sections.items():
+            lines += [title, *(f"  {k:<{width}}  {v}" for k, v in rows), ""]
+        lines += [f"note: {w}" for w in self.warnings]
+        lines += [f"MISSING: {m}" for m in self.missing] or ["Everything that moekit requires is here."]
+        return "\n".join(lines)
+
+
+def report(runs: str | Path = "runs") -> Report:
+    """Look at everything.
+
+    Args:
+        runs: the folder that holds the run folders of this project.
+
+    Returns:
+        `Report`; print it, or read `sections`, `warnings`, `missing` and `exit_code`.
+    """
+    found = Report()
+    for title, look in {
+        "Versions": _versions,
+        "Backends": _backends,
+        "CPU and memory": _cpu,
+        "Allocator and threads": _settings,
+        "GPUs": _gpus,
+        "Storage": lambda r: _storage(r, Path(runs)),
+        "Runs": lambda r: _runs(r, Path(runs)),
+    }.items():
+        try:
+            found.sections[title] = look(found)
+        except Exception as error:  # noqa: BLE001 (one unreadable corner of a machine must not hide the rest)
+            found.sections[title] = [("could not be read", f"{type(error).__name__}: {error}")]
+    return found
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(3 * 2**30), size(512)
+    ('3.0 GB', '512 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TB"
+
+
+def _required() -> dict[str, str]:
+    """Package -> requirement, of what moekit cannot do without, from the installed metadata."""
+    needs = [r for r in importlib.metadata.requires("moekit") or [] if "extra ==" not in r]
+    return {re.split(r"[^\w.-]", need, maxsplit=1)[0].lower(): need.split(";")[0].strip() for need in needs}
+
+
+def _versions(found: Report) -> list[tuple[str, str]]:
+    rows = [("python", f"{platform.python_version()} ({sys.executable})")]
+    try:
+        required = _required()
+        rows.append(("moekit", f"{importlib.metadata.version('moekit')} in {Path(__file__).parent}"))
+    except importlib.metadata.PackageNotFoundError:
+        required = dict.fromkeys(("torch", "numpy", "transformers", "safetensors", "cloudpickle"), "")
+        found.warnings.append("moekit is not installed, only on the path: run `pip install -e .` for worker processes")
+    for name in [*required, *(n for n in TESTED if n not in required)]:
+        tested = TESTED.get(name)
+        try:
+            have = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, f"not installed ({WITHOUT.get(name, 'required')})"))
+            if name in required:
+                found.missing.append(f"package {required[name] or name}: pip install '{required[name] or name}'")
+            continue
+        same = tested is None or have.split("+")[0] == tested
+        rows.append((name, have if same else f"{have} (tested with {tested})"))
+        if name in required and not _fits(have, required[name]):
+            found.missing.append(f"package {required[name]}: {have} is installed")
+    for folder in ("kernels", "launch"):
+        if not (Path(__file__).parent / folder).is_dir():
+            found.missing.append(
+                f"moekit/{folder} is no folder: this checkout does not support links; install the wheel instead"
+            )
+    return rows
+
+
+def _fits(have: str, requirement: str) -> bool:
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # comes with several dependencies; without it only presence is checked
+        return True
+    return not requirement or Requirement(requirement).specifier.contains(have, prereleases=True)
+
+
+def _backends(found: Report) -> list[tuple[str, str]]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # noqa: BLE001 (a broken build of torch can raise anything)
+        if not any("package torch" in m for m in found.missing):
+            found.missing.append(f"torch cannot be imported: {error}")
+        return [("torch", f"cannot be imported: {error}")]
+    from . import ops
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    rows = [("torch build", build), ("kernels", f"backend {ops.backend()!r}, as follows on cpu, float32")]
+    rows += [(f"  {name}", why) for name, why in ops.explain("cpu", torch.float32).items()]
+    comms = dist.is_available()
+    rows.append(("gloo", "yes: processes on CPU" if comms and dist.is_gloo_available() else "no"))
+    if not (comms and dist.is_gloo_available()):
+        found.missing.append("torch.distributed with gloo: this build of torch has none")
+    nccl = comms and dist.is_nccl_available()
+    rows.append(("nccl", "yes: processes on GPUs" if nccl else "no: this build of torch has none; GPUs need it"))
+    return rows
+
+
+def _cpu(found: Report) -> list[tuple[str, str]]:
+    import psutil
+
+    model, flags = platform.processor() or platform.machine(), set()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        text = info.read_text()
+        names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        model = names[0] if names else model
+        flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)).split())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical, {usable} usable here"
+    if quota := _cgroup("cpu.max"):
+        limit, period = (quota.split() + ["100000"])[:2]
+        cores += f", limited to {int(limit) / int(period):.1f} by the container" if limit != "max" else ""
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
+    fast = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in flags]
+    memory = psutil.virtual_memory()
+    total = f"{size(memory.total)} total, {size(memory.available)} free"
+    if (limit := _cgroup("memory.max")) and limit != "max":
+        total += f", limited to {size(int(limit))} by the container"
+    return [
+        ("model", model),
+        ("cores", cores),
+        ("instructions", ", ".join(n for n in known if n in flags) or "unknown"),
+        (
+            "bfloat16",
+            f"in hardware ({', '.join(fast)})" if fast else "no instructions for it: float32 is usually faster here",
+        ),
+        ("memory", total),
+    ]
+
+
+def _cgroup(name: str) -> str:
+    try:
+        return (Path("/sys/fs/cgroup") / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _settings(found: Report) -> list[tuple[str, str]]:
+    rows = []
+    if torch := sys.modules.get("torch"):
+        rows.append(("torch threads", str(torch.get_num_threads())))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_CONF")
+    names += ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
+    rows += [(name, os.environ[name]) for name in names if name in os.environ]
+    if not any(n in os.environ for n in ("MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")):
+        rows.append(("malloc", "default thresholds; large CPU steps then spend time on page faults"))
+    return rows
+
+
+def _query(*arguments: str) -> list[list[str]]:
+    """Rows of the driver's tool; raises when it fails."""
+    done = subprocess.run(
+        ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=30, check=True,
+    )  # fmt: skip
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _gpus(found: Report) -> list[tuple[str, str]]:
+    if not shutil.which("nvidia-smi"):
+        return [("none found", "nvidia-smi is not on the path; everything runs on CPU with gloo")]
+    import psutil
+
+    cards = _query("--query-gpu=index,uuid,name,memory.used,memory.total,utilization.gpu,driver_version")
+    users = _query("--query-compute-apps=gpu_uuid,pid,used_memory")
+    rows = []
+    for index, uuid, name, used, total, busy, driver in cards:
+        rows.append((f"gpu {index}", f"{name}, {used} of {total} MB used, {busy} % busy, driver {driver}"))
+        for pid, memory in [(p, m) for u, p, m in users if u == uuid]:
+            try:
+                process = psutil.Process(int(pid))
+                who = f"{process.username()}: {process.name()}"
+            except (psutil.Error, ValueError):  # of another container, or gone
+                who = "unknown process"
+            rows.append(("  used by", f"{who} (pid {pid}), {memory} MB"))
+    torch = sys.modules.get("torch")
+    if cards and torch is not None and not torch.version.cuda:
+        found.warnings.append("there are GPUs, but this torch is a CPU build: install the CUDA build to use them")
+    return rows
+
+
+def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:
+    rows = []
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        free = shutil.disk_usage(shm)
+        rows.append(("/dev/shm", f"{size(free.total)}, {size(free.free)} free"))
+        if free.total < SHM_WANTED:
+            found.warnings.append(
+                f"/dev/shm holds only {size(free.total)}; processes that share memory want {size(SHM_WANTED)} "
+                "(in Docker: --shm-size=1g or --ipc=host)"
+            )
+    place = runs.absolute()
+    while not place.exists():
+        place = place.parent
+    disk = shutil.disk_usage(place)
+    rows.append(("disk for runs", f"{size(disk.free)} free of {size(disk.total)} at {place}"))
+    if disk.free < DISK_WANTED:
+        found.warnings.append(f"only {size(disk.free)} are free at {place}; checkpoints may not fit")
+    if not os.access(place, os.W_OK):
+        found.warnings.append(f"{place} cannot be written: runs need another folder")
+    return rows
+
+
+def _runs(found: Report, runs: Path) -> list[tuple[str, str]]:
+    folders = [p for p in runs.iterdir() if p.is_dir()] if runs.is_dir() else []
+    if not folders:
+        return [("none", f"no run folder under {runs}")]
+    rows, total = [], 0
+    for folder in sorted(folders, key=lambda p: p.stat().st_mtime, reverse=True):
+        held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+        total += held
+        try:
+            state = json.loads((folder / "state.json").read_text())["state"]
+        except (OSError, ValueError, KeyError, TypeError):
+            state = "no state"
+        day = datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        rows.append((folder.name, f"{size(held):>9}  {day}  {state}"))
+    more = [(f"and {len(rows) - RUNS_SHOWN} older ones", "")] if len(rows) > RUNS_SHOWN else []
+    return [*rows[:RUNS_SHOWN], *more, ("all", f"{size(total):>9}  in {len(rows)} run folders under {runs}")]
