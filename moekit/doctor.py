@@ -1,21 +1,21 @@
 """What this machine has, and what of moekit will run on it: `moekit doctor`.
 
-It looks and never changes anything. CUDA is not started: GPUs are read from the driver's own tool.
+It installs and starts nothing, CUDA included: GPUs are read from the driver's own tool.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+
+from .errors import MoekitError
 
 # versions that the tests ran with; tests/test_doctor.py holds them against constraints.txt
 TESTED = {
@@ -178,6 +178,8 @@ def _backends(found: Report) -> list[tuple[str, str]]:
 def _cpu(found: Report) -> list[tuple[str, str]]:
     import psutil
 
+    from .launch.host import cpu_count
+
     model, flags = platform.processor() or platform.machine(), set()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -185,16 +187,16 @@ def _cpu(found: Report) -> list[tuple[str, str]]:
         names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
         model = names[0] if names else model
         flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)).split())
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical, {usable} usable here"
-    if quota := _cgroup("cpu.max"):
-        limit, period = (quota.split() + ["100000"])[:2]
-        cores += f", limited to {int(limit) / int(period):.1f} by the container" if limit != "max" else ""
+    cores = f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical, {cpu_count()} usable here"
     known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
     fast = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in flags]
     memory = psutil.virtual_memory()
     total = f"{size(memory.total)} total, {size(memory.available)} free"
-    if (limit := _cgroup("memory.max")) and limit != "max":
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        limit = "max"
+    if limit != "max":
         total += f", limited to {size(int(limit))} by the container"
     return [
         ("model", model),
@@ -206,13 +208,6 @@ def _cpu(found: Report) -> list[tuple[str, str]]:
         ),
         ("memory", total),
     ]
-
-
-def _cgroup(name: str) -> str:
-    try:
-        return (Path("/sys/fs/cgroup") / name).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _settings(found: Report) -> list[tuple[str, str]]:
@@ -227,34 +222,27 @@ def _settings(found: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def _query(*arguments: str) -> list[list[str]]:
-    """Rows of the driver's tool; raises when it fails."""
-    done = subprocess.run(
-        ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, timeout=30, check=True,
-    )  # fmt: skip
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
 def _gpus(found: Report) -> list[tuple[str, str]]:
     if not shutil.which("nvidia-smi"):
         return [("none found", "nvidia-smi is not on the path; everything runs on CPU with gloo")]
     import psutil
 
-    cards = _query("--query-gpu=index,uuid,name,memory.used,memory.total,utilization.gpu,driver_version")
-    users = _query("--query-compute-apps=gpu_uuid,pid,used_memory")
-    rows = []
-    for index, uuid, name, used, total, busy, driver in cards:
-        rows.append((f"gpu {index}", f"{name}, {used} of {total} MB used, {busy} % busy, driver {driver}"))
-        for pid, memory in [(p, m) for u, p, m in users if u == uuid]:
+    from .launch.host import gpus
+
+    cards, rows = gpus(), []
+    for gpu in cards:
+        rows.append((f"gpu {gpu.index}", f"{gpu.name}, {gpu.used_mb} of {gpu.memory_mb} MB used"))
+        for pid in gpu.pids:
             try:
-                process = psutil.Process(int(pid))
+                process = psutil.Process(pid)
                 who = f"{process.username()}: {process.name()}"
-            except (psutil.Error, ValueError):  # of another container, or gone
+            except psutil.Error:  # of another container, or gone
                 who = "unknown process"
-            rows.append(("  used by", f"{who} (pid {pid}), {memory} MB"))
+            rows.append(("  used by", f"{who} (pid {pid})"))
+    if not cards:
+        return [("none found", "nvidia-smi is here, but reports no GPU: is the driver loaded?")]
     torch = sys.modules.get("torch")
-    if cards and torch is not None and not torch.version.cuda:
+    if torch is not None and not torch.version.cuda:
         found.warnings.append("there are GPUs, but this torch is a CPU build: install the CUDA build to use them")
     return rows
 
@@ -283,6 +271,8 @@ def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:
 
 
 def _runs(found: Report, runs: Path) -> list[tuple[str, str]]:
+    from .launch.folder import read_state
+
     folders = [p for p in runs.iterdir() if p.is_dir()] if runs.is_dir() else []
     if not folders:
         return [("none", f"no run folder under {runs}")]
@@ -291,9 +281,9 @@ def _runs(found: Report, runs: Path) -> list[tuple[str, str]]:
         held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
         total += held
         try:
-            state = json.loads((folder / "state.json").read_text())["state"]
-        except (OSError, ValueError, KeyError, TypeError):
-            state = "no state"
+            state = read_state(folder)["state"]  # a job whose supervisor is gone reads as failed
+        except MoekitError:
+            state = "holds no run"
         day = datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         rows.append((folder.name, f"{size(held):>9}  {day}  {state}"))
     more = [(f"and {len(rows) - RUNS_SHOWN} older ones", "")] if len(rows) > RUNS_SHOWN else []

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moekit import doctor
+from moekit.launch.processes import host_id
 
 ROOT = Path(__file__).resolve().parent.parent
 Usage = namedtuple("Usage", "total used free")
@@ -75,30 +76,34 @@ def test_small_shared_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch, total
 
 def test_runs_are_listed_with_state_and_size(tmp_path: Path) -> None:
     (tmp_path / "first" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "first" / "state.json").write_text(json.dumps({"state": "finished"}))
+    for name, supervisor in (("first", os.getpid()), ("second", 999_999_999)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        state = {"host": host_id(), "pids": {"supervisor": supervisor}, "stamps": {}}
+        state["state"] = "finished" if name == "first" else "running"
+        (tmp_path / name / "state.json").write_text(json.dumps(state))
     (tmp_path / "first" / "checkpoints" / "w.safetensors").write_bytes(b"0" * 3_000_000)
-    (tmp_path / "second").mkdir()
-    (tmp_path / "second" / "state.json").write_text("{")
+    (tmp_path / "third").mkdir()
     rows = section(doctor.report(tmp_path), "Runs")
     assert "2.9 MB" in rows["first"] and "finished" in rows["first"]
-    assert "no state" in rows["second"]
-    assert "2 run folders" in rows["all"]
+    assert "failed" in rows["second"], "it says running, but nothing runs it"
+    assert "holds no run" in rows["third"]
+    assert "3 run folders" in rows["all"]
 
 
 def test_gpus_and_their_users_come_from_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\ncase $1 in\n"
-        "--query-gpu=*) echo '0, GPU-a, NVIDIA H200, 1200, 143771, 37, 570.1'; "
-        "echo '1, GPU-b, NVIDIA H200, 0, 143771, 0, 570.1';;\n"
-        f"*) echo 'GPU-a, {os.getpid()}, 1100'; echo 'GPU-a, 999999999, 90';;\nesac\n"
+        "--query-gpu=*) echo '0, GPU-a, NVIDIA H200, 143771, 1200'; "
+        "echo '1, GPU-b, NVIDIA H200, 143771, 0';;\n"
+        f"*) echo 'GPU-a, {os.getpid()}'; echo 'GPU-a, 999999999';;\nesac\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     rows = doctor.report().sections["GPUs"]
     assert [k for k, _ in rows] == ["gpu 0", "  used by", "  used by", "gpu 1"]
-    assert "NVIDIA H200, 1200 of 143771 MB used, 37 % busy" in rows[0][1]
-    assert f"pid {os.getpid()}), 1100 MB" in rows[1][1] and "unknown process" in rows[2][1]
+    assert "NVIDIA H200, 1200 of 143771 MB used" in rows[0][1]
+    assert f"(pid {os.getpid()})" in rows[1][1] and "unknown process" in rows[2][1]
     tool.write_text("#!/bin/sh\nexit 9\n")  # a driver that does not answer is said, and hides nothing else
     report = doctor.report()
-    assert "could not be read" in section(report, "GPUs") and report.sections["Storage"]
+    assert "reports no GPU" in section(report, "GPUs")["none found"] and report.sections["Storage"]
