@@ -80,8 +80,9 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
         gate_up_E2FD: [E, 2F, D], gate first.
         down_EDF: [E, D, F].
 
-    Gradients: to all four. A weight with a `grad_slot` gets its gradient there and None from autograd; an expert
-    without rows gets exactly zero. d gate_nk = <dy_n @ down_e, silu(g) * u>, so no expert output is kept.
+    Gradients: to all four; an expert without rows gets exactly zero. A weight with a `grad_slot` gets its gradient
+    there and None from autograd (the reference form leaves slots alone and gives autograd all gradients).
+    d gate_nk = <dy_n @ down_e, silu(g) * u>, so no expert output is kept.
 
     Cost: 6*R*D*F multiply-adds forward, twice that backward; keeps the pre-activations [R, 2F]; one host read of E
     offsets. The gate multiplies the activation, not the output: F numbers a row instead of D.
@@ -92,9 +93,9 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
             f"moe_ffn: x {tuple(x_ND.shape)}, gate_up {tuple(gate_up_E2FD.shape)}, down {tuple(down_EDF.shape)} and "
             f"{rows.offset_E.shape[0]} experts in the rows do not fit [N, D], [E, 2F, D], [E, D, F]"
         )
-    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
-    if _plain() and slots == (None, None):
+    if _plain():
         return reference.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF)
+    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
     return ragged.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
 
 

@@ -1,0 +1,98 @@
+"""The door to kernels: small operations against their definitions, and the choice of backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moekit import ops
+from moekit.errors import BackendError, ConfigError, MoekitError
+from moekit.kernels import reference
+
+torch.set_num_threads(1)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def plain():
+    before = ops.set_backend("reference")
+    yield
+    ops.set_backend(before)
+
+
+def leaves(*shapes, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def test_rms_norm_value():
+    """Mean square of (3, 4) is 12.5: x / sqrt(12.5)."""
+    got = ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    torch.testing.assert_close(got, torch.tensor([[3 / 12.5**0.5, 8 / 12.5**0.5]]))
+
+
+def test_rope_value():
+    """A quarter turn sends (1, 0) to (0, 1); pairs are (i, i + d/2), so [1, 5, 0, 0] with angles (pi/2, 0)."""
+    x = torch.tensor([[[1.0, 5.0, 0.0, 0.0]]])
+    cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
+    q, k = ops.rope(x, 2 * x, cos, sin)
+    torch.testing.assert_close(q, torch.tensor([[[0.0, 5.0, 1.0, 0.0]]]))
+    torch.testing.assert_close(k, 2 * q)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 65], ids=str)
+def test_gradients_in_float64(rows):
+    x, w, gate_up, q, k = leaves((rows, 6), (6,), (rows, 8), (rows, 3, 4), (rows, 1, 4))
+    angle = torch.rand(rows, 2, dtype=torch.float64)
+    check = torch.autograd.gradcheck
+    assert check(lambda x, w: ops.rms_norm(x, w, 1e-5), (x, w)) if rows else True
+    assert check(ops.swiglu, (gate_up,))
+    assert check(lambda q, k: ops.rope(q, k, angle.cos(), angle.sin()), (q, k))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(33, 64), (7, 3, 16), (0, 8), (1, 100)], ids=str)
+def test_fast_forms_equal_the_reference(shape, dtype):
+    """Same inputs; float64 to 1e-12, float32 to 1e-5, bfloat16 to its rounding. Strided inputs as attention makes."""
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    wide, w = leaves((*shape[:-1], 3 * shape[-1]), shape[-1:], dtype=dtype)
+    x = wide[..., shape[-1] : 2 * shape[-1]]
+    angle = torch.rand(shape[0], shape[-1] // 2, dtype=torch.float64)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    heads = x if x.ndim == 3 else x[:, None]
+    pairs = [
+        (lambda: ops.rms_norm(x, w, 1e-5), lambda: reference.rms_norm(x, w, 1e-5)),
+        (lambda: ops.swiglu(x), lambda: reference.swiglu(x)),
+        (lambda: ops.rope(heads, heads, cos, sin)[0], lambda: reference.rope(heads, cos, sin)),
+    ]
+    for fast, plain in pairs:
+        got, want = fast(), plain()
+        assert got.dtype == dtype and got.shape == want.shape
+        dy = torch.randn(got.shape, dtype=torch.float64).to(dtype)
+        a = torch.autograd.grad(got, (wide, w), dy, allow_unused=True)
+        b = torch.autograd.grad(want, (wide, w), dy, allow_unused=True)
+        for p, q in zip((got, *a), (want, *b)):
+            assert (p is None) == (q is None)
+            if p is not None:
+                assert (p - q).double().norm() <= tolerance * q.double().norm() + 1e-30
+
+
+def test_backend_is_chosen_put_back_and_explained(plain):
+    assert ops.backend() == "reference"
+    assert all(why.startswith("reference") for why in ops.explain().values())
+    assert ops.set_backend("auto") == "reference"
+    assert all(not why.startswith("reference") for why in ops.explain().values())
+    assert set(ops.explain()) == {"moe_ffn", "rms_norm", "swiglu", "rope"}
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(BackendError, match="'cuda'.*'auto', 'torch' or 'reference'"):
+        ops.set_backend("cuda")
+    assert ops.backend() == "auto"
+
+
+def test_weights_that_do_not_fit_are_named():
+    rows = ops.sort_rows(torch.tensor([[0]]), 2)
+    with pytest.raises(ConfigError, match=r"gate_up \(2, 6, 4\)") as caught:
+        ops.moe_ffn(torch.zeros(1, 3), rows, torch.ones(1, 1), torch.zeros(2, 6, 4), torch.zeros(2, 3, 3))
+    assert isinstance(caught.value, MoekitError) and isinstance(caught.value, ValueError)
