@@ -198,6 +198,10 @@ class FilterConfig(Config):
     max_period: int = 13  # patterns of 1..max_period tokens
     min_repeats: int = 32  # this many repeats in a row remove the instance
 
+    def _check(self) -> None:
+        _need(self.max_period >= 1, f"FilterConfig.max_period={self.max_period} must be at least 1")
+        _need(self.min_repeats >= 2, f"FilterConfig.min_repeats={self.min_repeats} must be at least 2")
+
 
 @dataclass(frozen=True)
 class DataConfig(Config):
@@ -206,6 +210,7 @@ class DataConfig(Config):
     length: int = 512  # T, positions per row
     rows: RowKind = "packed"
     over_long: OverLong = "truncate"
+    keep: Literal["start", "end"] = "start"  # which end of a document truncation keeps
     documents_per_row: int = 4  # interleaved rows only
     chunks_per_document: int = 4  # interleaved rows only
     filter: FilterConfig | None = None  # None = off
@@ -216,6 +221,8 @@ class DataConfig(Config):
 
     def _check(self) -> None:
         _need(self.length >= 2, f"DataConfig.length={self.length} must be at least 2")
+        for name in ("documents_per_row", "chunks_per_document"):
+            _need(getattr(self, name) >= 1, f"DataConfig.{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True)

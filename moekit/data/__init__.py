@@ -1,0 +1,1 @@
+"""From chats to rows: reading, rendering, masking, packing and streaming training examples."""
