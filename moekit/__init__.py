@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "SFT",
     "Batch",
     "DataConfig",
     "FilterConfig",
@@ -40,7 +41,6 @@ __all__ = [
     "LearnerConfig",
     "ModelConfig",
     "RouterLossConfig",
-    "SFT",
     "SFTConfig",
     "Transformer",
     "__version__",
