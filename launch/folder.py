@@ -1,0 +1,242 @@
+"""The run folder, which is the contract between a job, whoever watches it, and whoever reads it a year later.
+
+::
+
+    runs/<name>/
+      config.json           what was asked: function, arguments, ranks, environment, versions, command
+      call.pkl              the pickled call
+      state.json            starting | running | finished | failed | stopped; pids, times, exit codes, reason
+      logs/                 rank_<r>.log: stdout and stderr of each rank; supervisor.log
+      ranks/rank_<r>.json   where each rank is: pid, phase, time
+      results/rank_<r>.pkl  what the function returned
+      errors/rank_<r>.json  what went wrong
+      metrics.jsonl, arrays/, checkpoints/, export/, card.*, report.html     written by the recipes
+
+JSON files are replaced in one move, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, MoekitError, RunExistsError, StorageError
+from .processes import host_id, is_alive
+
+OWNED = (
+    "config.json",
+    "call.pkl",
+    "state.json",
+    "logs",
+    "ranks",
+    "results",
+    "errors",
+    "metrics.jsonl",
+    "arrays",
+    "checkpoints",
+    "export",
+    "card.json",
+    "card.html",
+    "report.html",
+)
+ENDED = ("finished", "failed", "stopped")
+HEARTBEAT_S = 5.0  # how often a supervisor touches state.json
+_SILENT_S = 60.0  # a supervisor of another host that was silent for so long is taken for dead
+_START_S = 30.0  # and so is one that did not get as far as writing its process id (that takes 0.1 s)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes `values` to `path` in one move; on a full disk falls back to the blocks that the old file has."""
+    text = json.dumps(values, indent=1, default=str) + "\n"
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        if not path.exists():
+            raise
+        with path.open("r+") as file:
+            file.write(text)
+            file.truncate()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The values at `path`; None when there is no such file (or, on the fallback above, while it is rewritten)."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json, with a job whose supervisor died silently turned into a failed one.
+
+    Raises:
+        ConfigError: `folder` holds no run.
+    """
+    state = read_json(folder / "state.json")
+    if state is None:
+        time.sleep(0.05)
+        state = read_json(folder / "state.json")
+    if state is None:
+        raise ConfigError(f"no run at {folder} (no readable state.json); give the folder of a run, such as runs/<name>")
+    if state["state"] in ENDED or not _supervisor_is_lost(folder, state):
+        return state
+    again = read_json(folder / "state.json")  # it may have written its last word between our two looks
+    if again is not None and again["state"] in ENDED:
+        return again
+    pid = state["pids"].get("supervisor")
+    state |= {
+        "state": "failed",
+        "ended": time.time(),
+        "reason": f"lost: the supervisor (process {pid} on {state['host']}) ended without recording how the job went; "
+        "it was killed, or the machine went down",
+    }
+    try:
+        write_json(folder / "state.json", state)
+    except OSError:
+        pass  # a folder that we may only read: the verdict is ours alone
+    return state
+
+
+def _supervisor_is_lost(folder: Path, state: dict[str, Any]) -> bool:
+    pid = state["pids"].get("supervisor")
+    if state["host"] != host_id():
+        return time.time() - (folder / "state.json").stat().st_mtime > _SILENT_S
+    if pid is None:
+        return time.time() - state["created"] > _START_S
+    return not is_alive(pid, state["stamps"].get(str(pid)))
+
+
+def _fresh_name(function: str, runs: Path) -> str:
+    """Date, time and function name, with a number when a run of that name is there already."""
+    kept = "".join(c if c.isalnum() or c in "_-" else "-" for c in function.rpartition(".")[2]).strip("-")
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{kept or 'run'}"
+    name, number = base, 1
+    while (runs / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def create(
+    runs: str | Path, name: str | None, function: str, overwrite: bool, config: dict[str, Any], call: bytes
+) -> Path:
+    """Makes the folder of a new run, whole or not at all, and returns it.
+
+    Everything is written beside the final place first and then moved there, so that neither a full disk nor a crash
+    leaves half a run, and `overwrite` loses nothing of the old run unless the new one is ready. Only files that
+    moekit writes are removed by `overwrite`.
+
+    Raises:
+        RunExistsError: the folder exists and `overwrite` is off, or the run in it is still going.
+        StorageError: it cannot be written.
+    """
+    runs = Path(runs).absolute()
+    if name is not None and (not name or name != os.path.basename(name) or name.startswith(".")):
+        raise ConfigError(f"name={name!r} cannot name a folder inside {runs}; use letters, digits, '-' and '_'")
+    made: list[Path] = []
+    new = runs / f".new-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    try:
+        made = _make_folders(runs)
+        while True:
+            folder = runs / (name or _fresh_name(function, runs))
+            _refuse_existing(folder, overwrite)
+            _write_new(new, config | {"name": folder.name}, call)
+            try:
+                _move_into_place(new, folder, overwrite)
+                return folder
+            except RunExistsError:  # another job took the name since we looked
+                if name is not None:
+                    raise
+                shutil.rmtree(new)
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        for path in reversed(made):
+            try:
+                path.rmdir()
+            except OSError:
+                break
+        if isinstance(error, MoekitError):
+            raise
+        raise StorageError(
+            f"cannot write the run folder in {runs}: {error.strerror or error} ({error.filename or runs}); nothing was "
+            "started and nothing was left behind. Free some space there, or give another place with runs=..."
+        ) from error
+
+
+def _write_new(new: Path, config: dict[str, Any], call: bytes) -> None:
+    new.mkdir()
+    for part in ("logs", "ranks", "results", "errors"):
+        (new / part).mkdir()
+    (new / "call.pkl").write_bytes(call)
+    write_json(new / "config.json", config)
+    write_json(
+        new / "state.json",
+        {
+            "state": "starting",
+            "reason": "",
+            "host": host_id(),
+            "pids": {"supervisor": None, "agent": None, "ranks": [None] * config["nproc"]},
+            "stamps": {},
+            "created": time.time(),
+            "started": None,
+            "ended": None,
+            "exit_codes": [None] * config["nproc"],
+            "failed_rank": None,
+        },
+    )
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """mkdir -p that says which folders it made, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in reversed(missing):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        made.append(path)
+    if not folder.is_dir():
+        raise NotADirectoryError(20, "not a folder", str(folder))
+    return made
+
+
+def _refuse_existing(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not overwrite:
+        raise RunExistsError(
+            f"the run folder {folder} exists; give another name=, or overwrite=True to replace the run in it"
+        )
+    if (folder / "state.json").exists() and read_state(folder)["state"] not in ENDED:
+        raise RunExistsError(
+            f"the run in {folder} is still going; stop it first: moekit.attach({str(folder)!r}).stop()"
+        )
+
+
+def _move_into_place(new: Path, folder: Path, overwrite: bool) -> None:
+    if overwrite and folder.is_dir():
+        for name in OWNED:
+            old = folder / name
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+        # state.json last: the folder is a run only when it is whole.
+        for part in sorted(new.iterdir(), key=lambda path: path.name == "state.json"):
+            os.rename(part, folder / part.name)
+        new.rmdir()
+        return
+    try:
+        os.rename(new, folder)
+    except OSError as error:
+        if folder.exists():
+            raise RunExistsError(
+                f"the run folder {folder} was made by another job just now; give another name="
+            ) from error
+        raise

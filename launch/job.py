@@ -1,0 +1,315 @@
+"""`Job`: a run folder seen as something to watch, wait for, read from and stop; `attach` finds one again.
+
+A `Job` knows nothing that the folder does not say, so the one that `submit` returned and the ones that `attach`
+returns, in this process or another, during the run or years later, behave alike.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..errors import JobError
+from .folder import ENDED, read_json, read_state, write_json
+from .processes import host_id, is_alive, kill_descendants
+
+_POLL_S = 0.1
+_BLOCK = 1 << 16
+
+
+class Results(list):
+    """What each rank returned, by rank."""
+
+
+class LogText(str):
+    """Text that a notebook shows as it is instead of quoted."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def attach(path: str | Path) -> Job:
+    """The job whose run folder is `path`: running, finished, failed or stopped, by whomever it was submitted.
+
+    Raises:
+        ConfigError: there is no run at `path`.
+    """
+    folder = Path(path).absolute()
+    read_state(folder)
+    return Job(folder)
+
+
+class Job:
+    """A job in its run folder. Get one from `moekit.submit` or `moekit.attach`."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen | None = None, life: int | None = None):
+        self.folder = folder
+        self.config: dict[str, Any] = read_json(folder / "config.json") or {}
+        self._last: dict[str, Any] = {}
+        self._metrics: list[dict[str, Any]] = []
+        self._metrics_offset = 0
+        self._over = threading.Event()
+        self._own = process is not None
+        if process is not None:
+            threading.Thread(target=self._collect, args=(process, life), daemon=True).start()
+
+    def _collect(self, process: subprocess.Popen, life: int | None) -> None:
+        """Waits for our own supervisor, so that it leaves no zombie and waiters need not poll."""
+        process.wait()
+        if life is not None:
+            os.close(life)
+        self._over.set()
+
+    # What it is doing
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def nproc(self) -> int:
+        return self.config["nproc"]
+
+    def _read(self) -> dict[str, Any]:
+        if self._last.get("state") not in ENDED:
+            self._last = read_state(self.folder)
+        return self._last
+
+    @property
+    def state(self) -> str:
+        """starting, running, finished, failed or stopped."""
+        return self._read()["state"]
+
+    @property
+    def reason(self) -> str:
+        """Why the job failed or was stopped, in one line; empty otherwise."""
+        return self._read()["reason"]
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has ended, in whatever way."""
+        return self.state in ENDED
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process id of each rank; None for a rank that has not started yet."""
+        return self._read()["pids"]["ranks"]
+
+    @property
+    def supervisor_pid(self) -> int | None:
+        return self._read()["pids"]["supervisor"]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from submission to now, or to the end."""
+        state = self._read()
+        return (state["ended"] or time.time()) - state["created"]
+
+    # Waiting and results
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Waits for the end, at most `timeout` seconds; returns the state then. Never raises for how the job went.
+
+        Interrupting the wait leaves the job as it is.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        try:
+            while not self.done:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                if self._own and not self._over.is_set():
+                    self._over.wait(min(left, 3600.0))
+                else:
+                    time.sleep(min(left, _POLL_S))
+        except KeyboardInterrupt:
+            print(f"job {self.name} goes on; job.stop() ends it", file=sys.stderr)
+            raise
+        return self.state
+
+    def result(self, timeout: float | None = None) -> Results:
+        """What each rank's function returned, once the job has finished; indexed by rank.
+
+        Raises:
+            JobError: it failed (with the traceback of the rank that failed first) or was stopped.
+            TimeoutError: it has not ended within `timeout` seconds; it goes on.
+        """
+        state = self.wait(timeout)
+        if state not in ENDED:
+            raise TimeoutError(f"job {self.name} is still {state} after {timeout} s; it goes on, job.stop() ends it")
+        if state != "finished":
+            raise self._error()
+        values = Results()
+        for rank in range(self.nproc):
+            path = self.folder / "results" / f"rank_{rank}.pkl"
+            try:
+                values.append(pickle.loads(path.read_bytes()))
+            except FileNotFoundError:
+                raise JobError(f"job {self.name} finished, but {path} is gone", rank) from None
+        return values
+
+    def _error(self) -> JobError:
+        state = self._read()
+        rank = state["failed_rank"]
+        message = f"job {self.name} {'was ' if state['state'] == 'stopped' else ''}{state['state']}: {state['reason']}"
+        trace = ""
+        if rank is not None:
+            trace = (read_json(self.folder / "errors" / f"rank_{rank}.json") or {}).get("traceback", "")
+            more = trace or f"The last lines of its log:\n{self.logs(rank, 15)}\n"
+            message += f"\n\n{more}\nAll of its output: {self.folder / 'logs' / f'rank_{rank}.log'}"
+        elif state["state"] == "failed":
+            message += f"\n\nThe last lines of the supervisor's log:\n{self.logs('supervisor', 15)}"
+        return JobError(message, rank, trace)
+
+    # Output
+
+    def _log_path(self, rank: int | str) -> Path:
+        return self.folder / "logs" / (f"rank_{rank}.log" if isinstance(rank, int) else f"{rank}.log")
+
+    def logs(self, rank: int | str = 0, lines: int = 40) -> LogText:
+        """The last `lines` lines that `rank` printed; `rank` "supervisor" is the log of the job's own processes."""
+        try:
+            with self._log_path(rank).open("rb") as file:
+                left = file.seek(0, os.SEEK_END)
+                data = b""
+                while left > 0 and data.count(b"\n") <= lines:
+                    size = min(_BLOCK, left)
+                    left -= size
+                    file.seek(left)
+                    data = file.read(size) + data
+        except FileNotFoundError:
+            return LogText("")
+        text = data.decode(errors="backslashreplace").splitlines()
+        return LogText("\n".join(text[max(0, len(text) - lines) :]))
+
+    def tail(self, rank: int = 0, lines: int = 10) -> None:
+        """Prints the last lines of a rank's log and then what follows, until the job ends or you interrupt."""
+        path = self._log_path(rank)
+        shown = self.logs(rank, lines)
+        offset = path.stat().st_size if path.exists() else 0
+        if shown:
+            print(shown)
+        try:
+            while True:
+                done = self.done  # before reading, so that the last lines are not missed
+                if path.exists():
+                    with path.open("rb") as file:
+                        file.seek(offset)
+                        new = file.read()
+                    offset += len(new)
+                    if new:
+                        print(new.decode(errors="backslashreplace"), end="", flush=True)
+                if done:
+                    return
+                self.wait(3 * _POLL_S)
+        except KeyboardInterrupt:
+            return
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All metrics written so far, one dictionary per step. Reads only what is new since the last call."""
+        path = self.folder / "metrics.jsonl"
+        try:
+            with path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._metrics_offset:  # it was written anew
+                    self._metrics, self._metrics_offset = [], 0
+                file.seek(self._metrics_offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
+        self._metrics_offset += len(whole)
+        for line in whole.splitlines():
+            try:
+                self._metrics.append(json.loads(line))
+            except ValueError:
+                if line.strip():
+                    warnings.warn(f"{path} has a line that is not JSON: {line[:80]!r}", stacklevel=2)
+        return list(self._metrics)
+
+    # Ending it
+
+    def stop(self, patience: float = 15.0) -> str:
+        """Ends the job: SIGTERM to its ranks, SIGKILL to what is left after 5 s. Returns the state, once all is gone.
+
+        No process is left. When the supervisor does not do it within `patience` seconds, it is ended too.
+        """
+        state = self._read()
+        if state["state"] in ENDED and not self._living(state):
+            return state["state"]
+        if state["host"] != host_id():
+            raise JobError(f"job {self.name} runs on {state['host']}; stop it there")
+        end = time.monotonic() + patience
+        while state["pids"]["supervisor"] is None and not self._over.is_set() and time.monotonic() < end:
+            time.sleep(0.02)  # just submitted
+            state = self._read()
+        pid = state["pids"]["supervisor"]
+        if pid in self._living(state):
+            os.kill(pid, signal.SIGTERM)
+            while pid in self._living(state) and time.monotonic() < end:
+                time.sleep(0.02)
+        if self._living(state := read_state(self.folder)):
+            self._force(state)
+        return self.state
+
+    def _living(self, state: dict[str, Any]) -> list[int]:
+        """The processes of the job that still run on this host."""
+        if state["host"] != host_id():
+            return []
+        return [int(pid) for pid, start in state["stamps"].items() if is_alive(int(pid), start)]
+
+    def _force(self, state: dict[str, Any]) -> None:
+        for pid in self._living(state):
+            kill_descendants(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        end = time.monotonic() + 5.0
+        while self._living(state) and time.monotonic() < end:
+            time.sleep(0.02)
+        if state["state"] not in ENDED:
+            state |= {"state": "stopped", "reason": "stopped by force", "ended": time.time()}
+            write_json(self.folder / "state.json", state)
+
+    # Showing it
+
+    def _facts(self) -> list[tuple[str, str]]:
+        state = self._read()
+        metrics = self.metrics()
+        last = metrics[-1] if metrics else {}
+        facts = [("state", state["state"]), ("ranks", str(self.nproc)), ("elapsed", _clock(self.elapsed))]
+        if "step/index" in last:
+            facts.insert(1, ("step", f"{last['step/index']:g}"))
+        shown = [key for key in ("loss/total", "rate/supervised_tokens_s", "lr") if key in last]
+        facts += [(key, f"{last[key]:.4g}") for key in shown if isinstance(last[key], int | float)]
+        if state["reason"]:
+            facts.append(("reason", state["reason"][:300]))
+        return facts
+
+    def __repr__(self) -> str:
+        return f"Job({self.name}: " + ", ".join(f"{key} {value}" for key, value in self._facts()) + ")"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(key)}</th>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for key, value in self._facts()
+        )
+        folder = html.escape(str(self.folder))
+        return f"<table><caption>job <b>{html.escape(self.name)}</b> in <code>{folder}</code></caption>{cells}</table>"
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,293 @@
+"""`submit`: a function call becomes a job of several processes, and the calling process stays as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.machinery
+import importlib.metadata
+import inspect
+import json
+import linecache
+import os
+import pickle
+import subprocess
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import ConfigError, StorageError
+from .folder import create
+from .host import cpu_count, environment, port_is_free
+from .job import Job
+from .processes import stamp
+from .supervisor import python_command
+
+_LARGE_CALL = 256 << 20
+_PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+
+
+def submit(
+    fn: Callable[..., Any],
+    *args: Any,
+    nproc: int = 1,
+    nodes: int = 1,
+    backend: str = "local",
+    name: str | None = None,
+    runs: str | Path = "runs",
+    detach: bool = False,
+    overwrite: bool = False,
+    env: dict[str, str] | None = None,
+    threads: int | None = None,
+    timeout: float = 600.0,
+    device: str = "auto",
+    malloc: str = "default",
+    port: int | None = None,
+    **kwargs: Any,
+) -> Job:
+    """Runs ``fn(*args, **kwargs)`` in `nproc` fresh processes that are joined by torch.distributed; returns at once.
+
+    A function typed in a notebook cell travels by value, with what it uses of the notebook (a module's function by
+    name); no cell is run again. Changes that ranks make to such globals stay there: what comes back is the return
+    value, ``job.result()[rank]``. This process never forks and never touches torch or CUDA.
+
+    An attached job ends with this process, however that ends; ``detach=True`` outlives it, and
+    ``moekit.attach("runs/<name>")`` finds either again.
+
+    Args:
+        fn: what every rank calls, after the process group is there. `moekit.here()` tells it its rank and device.
+        nproc: ranks; may be more than there are cores.
+        nodes, backend: 1 and "local" are what this version has.
+        name: of the run folder in `runs`; made from date, time and function when None.
+        overwrite: replace the run that is in the folder (only files that moekit writes are removed).
+        env: variables for the job's processes, on top of this process's own.
+        threads: CPU threads per rank; cores // nproc, at least 1, when None.
+        timeout: seconds after which a collective that some rank does not join fails.
+        device: "cpu", "cuda" (one GPU per rank), or "auto": cuda where there is a GPU.
+        malloc: "keep" lets glibc keep freed memory, which saves page faults in training; "default" leaves it alone.
+        port: of the rendezvous; a free one of the job's own when None.
+        args, kwargs: for `fn`. A keyword that `submit` has itself has to be bound with functools.partial.
+
+    Returns:
+        The `Job`, running or about to.
+
+    Raises:
+        ConfigError: a setting cannot work, or the call cannot be pickled. Nothing was started.
+        RunExistsError: the run folder exists. Nothing was touched.
+        StorageError: the run folder cannot be written. Nothing was started or left behind.
+    """
+    threads = max(1, cpu_count() // nproc) if threads is None and _is_count(nproc) else threads
+    _check(fn, nproc, nodes, backend, env, threads, timeout, device, malloc, port)
+    function = _name_of(fn)
+    call = _pack(fn, args, kwargs, function)
+    config = {
+        "run_id": uuid.uuid4().hex,
+        "function": function,
+        "args": [_describe(value) for value in args],
+        "kwargs": {key: _describe(value) for key, value in kwargs.items()},
+        "backend": backend,
+        "nodes": nodes,
+        "nproc": nproc,
+        "threads": threads,
+        "device": device,
+        "timeout": timeout,
+        "malloc": malloc,
+        "port": port,
+        "detach": detach,
+        "env": {k: "***" if any(word in k.upper() for word in _SECRET) else v for k, v in (env or {}).items()},
+        "versions": _versions(),
+        "python": sys.executable,
+        "command": sys.argv,
+        "cwd": os.getcwd(),
+        "call_bytes": len(call),
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    folder = create(runs, name, function, overwrite, config, call)
+    return _start(folder, detach, environment(env, threads=threads or 1, malloc=malloc))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check(
+    fn: Any,
+    nproc: Any,
+    nodes: Any,
+    backend: Any,
+    env: Any,
+    threads: Any,
+    timeout: Any,
+    device: Any,
+    malloc: Any,
+    port: Any,
+) -> None:
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    need(callable(fn), f"fn={fn!r} cannot be called; give the function itself: submit(train, config, nproc=2)")
+    need(_is_count(nproc), f"nproc={nproc!r} must be a whole number of ranks, at least 1")
+    need(
+        backend == "local" and nodes == 1,
+        f"backend={backend!r}, nodes={nodes!r}: this version runs jobs on this machine only (backend='local', nodes=1)",
+    )
+    need(_is_count(threads), f"threads={threads!r} must be a whole number of CPU threads per rank, at least 1")
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    need(is_number and 0 < timeout < 1e9, f"timeout={timeout!r} must be a number of seconds above 0")
+    need(device in ("auto", "cpu", "cuda"), f"device={device!r} is not one of 'auto', 'cpu', 'cuda'")
+    need(malloc in ("default", "keep"), f"malloc={malloc!r} is not one of 'default', 'keep'")
+    strings = isinstance(env or {}, dict) and all(isinstance(s, str) for pair in (env or {}).items() for s in pair)
+    need(strings, f"env={env!r} must map names of variables to strings")
+    if port is not None:
+        need(_is_count(port) and port < 65536, f"port={port!r} must be a TCP port, 1 to 65535, or None for a free one")
+        need(
+            port_is_free(port),
+            f"port={port} of this machine is in use by another process; give a free one, or leave port=None and the "
+            "job takes one of its own",
+        )
+    need(bool(sys.executable), "this interpreter does not know its own executable, so it cannot start another one")
+
+
+def _unwrap(fn: Any) -> Any:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def _name_of(fn: Any) -> str:
+    fn = _unwrap(fn)
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return f"{getattr(named, '__module__', None) or '__main__'}.{named.__qualname__}".replace("<locals>.", "")
+
+
+def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
+    """The call as bytes: by value what ranks could not import, and what they need around it to run it alike."""
+    import cloudpickle
+
+    module = inspect.getmodule(_unwrap(fn)) or inspect.getmodule(type(_unwrap(fn)))
+    with ExitStack() as undo:
+        if module is not None and module.__name__ != "__main__" and not _ranks_can_import(module):
+            cloudpickle.register_pickle_by_value(module)
+            undo.callback(cloudpickle.unregister_pickle_by_value, module)
+        try:
+            call = cloudpickle.dumps((fn, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise ConfigError(
+                f"{function} and its arguments cannot be sent to other processes ({type(error).__name__}: {error}); "
+                "open files, locks, generators and connections have to be made inside the function"
+            ) from error
+    if len(call) > _LARGE_CALL:
+        warnings.warn(
+            f"{function} and its arguments take {len(call) >> 20} MB, which every rank reads and the run folder keeps; "
+            "give the path of large data instead",
+            stacklevel=3,
+        )
+    return pickle.dumps(
+        {
+            "cwd": os.getcwd(),
+            "sys_path": [os.path.abspath(entry) for entry in sys.path],
+            "sources": _typed_sources(),
+            "call": call,
+        },
+        protocol=pickle.HIGHEST_PROTOCOL,
+    )
+
+
+def _ranks_can_import(module: ModuleType) -> bool:
+    """Whether a fresh interpreter with our sys.path would find this very module under its name."""
+    path: Any = None
+    spec = None
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:depth]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    origin, file = getattr(spec, "origin", None), getattr(module, "__file__", None)
+    return file is None or origin is None or os.path.realpath(origin) == os.path.realpath(file)
+
+
+def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        try:
+            spec = find_spec(name, path) if find_spec else None
+        except Exception:  # noqa: BLE001  a finder of somebody else's; the next one may know
+            spec = None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _typed_sources(limit: int = 1 << 20) -> dict[str, str]:
+    """Sources that exist in no file (cells, the prompt), newest first up to `limit` characters."""
+    found: dict[str, str] = {}
+    for name, entry in reversed(list(linecache.cache.items())):
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
+            text = "".join(entry[2])
+            limit -= len(text)
+            if limit < 0:
+                break
+            found[name] = text
+    return found
+
+
+def _describe(value: Any) -> Any:
+    """`value` for config.json: configs as dictionaries, plain data as it is, anything else as a short repr."""
+    try:
+        plain: Any = value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            to_dict = getattr(value, "to_dict", None)
+            plain = to_dict() if callable(to_dict) else dataclasses.asdict(value)
+        if len(json.dumps(plain)) <= 100_000:
+            return plain
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  not plain data; its own code may raise anything
+        try:
+            text = repr(value)
+        except Exception:  # noqa: BLE001
+            text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
+    """Starts the supervisor. An attached one holds the reading end of a pipe whose writing end is ours alone."""
+    read_end, write_end = (-1, -1) if detach else os.pipe()
+    me = os.getpid()
+    try:
+        with (folder / "logs" / "supervisor.log").open("ab") as log:
+            process = subprocess.Popen(
+                python_command("supervisor", str(folder), str(read_end), str(me), stamp(me) or ""),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=() if detach else (read_end,),
+                start_new_session=True,  # an interrupt meant for the notebook must not reach the job
+            )
+    except OSError as error:
+        if write_end >= 0:
+            os.close(write_end)
+        raise StorageError(f"cannot start the job in {folder}: {error}; no process was left") from error
+    finally:
+        if read_end >= 0:
+            os.close(read_end)
+    return Job(folder, process, write_end if not detach else None)

@@ -1,0 +1,215 @@
+"""The two processes between a job and its ranks: a supervisor that owns the run's state, and torch elastic's agent.
+
+::
+
+    whoever called submit --pipe--> supervisor --socket--> agent (torch elastic) --> rank 0, rank 1, ...
+
+The supervisor imports no torch, so it is there within 0.1 s and is too small to be what the system kills when memory
+runs out. It watches three things: the pipe to its submitter (end of file = the notebook kernel is gone, however it
+died; a detached job has no pipe), the socket to the agent, and SIGTERM (= `Job.stop`). In each case it ends the whole
+tree below it and writes the last state. It adopts orphans, so what a killed rank leaves behind is ended too.
+
+The agent runs `torch.distributed.launcher.api.elastic_launch`: rendezvous on a port of its own, no restarts. When
+its supervisor is gone it ends all ranks and itself; ranks die with the agent. So no single kill leaves a process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from .folder import HEARTBEAT_S, read_json, write_json
+from .processes import adopt_orphans, descendants, is_alive, kill_descendants, reap, signal_name, stamp
+
+STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
+_POLL_S = 0.1
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """A fresh interpreter that runs `main` of moekit.launch.`module`, wherever this moekit was imported from."""
+    root = str(Path(sys.modules["moekit"].__path__[0]).parent)
+    # -P and append: the working folder must not shadow anything (it may hold a folder called `kernels`).
+    code = f"import sys; sys.path.append({root!r}); from moekit.launch.{module} import main; main()"
+    return [sys.executable, "-P", "-c", code, *arguments]
+
+
+class _State:
+    """state.json of one run, written when it changes and touched when it does not."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "state.json"
+        self.values: dict[str, Any] = read_json(self.path) or {}
+        self.touched = time.monotonic()
+
+    def update(self, **changes: Any) -> None:
+        self.values |= changes
+        write_json(self.path, self.values)
+        self.touched = time.monotonic()
+
+    def heartbeat(self) -> None:
+        if time.monotonic() - self.touched > HEARTBEAT_S:
+            os.utime(self.path)
+            self.touched = time.monotonic()
+
+
+def main() -> None:
+    """Entry of the supervisor process: ``<folder> <pipe fd or -1> <submitter pid> <submitter stamp>``."""
+    folder = Path(sys.argv[1])
+    _Supervisor(folder, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).run()
+
+
+class _Supervisor:
+    def __init__(self, folder: Path, pipe: int, submitter: int, submitter_stamp: str):
+        self.folder = folder
+        self.config = read_json(folder / "config.json") or {}
+        self.pipe = pipe
+        self.submitter = submitter, submitter_stamp
+        self.state = _State(folder)
+        self.stop_reason = ""
+
+    def run(self) -> None:
+        adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        ranks = [None] * self.config["nproc"]
+        me = os.getpid()
+        self.state.update(
+            pids={"supervisor": me, "agent": None, "ranks": ranks}, stamps={str(me): stamp(me)}, started=time.time()
+        )
+        code: int | None = None
+        try:
+            code = self._watch()
+            changes = self._outcome(code)
+        except BaseException:  # noqa: BLE001  the state must say how it ended, whatever happened
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            changes = {"state": "failed", "reason": "the supervisor failed; see logs/supervisor.log"}
+        left = kill_descendants()
+        reap()
+        if left:
+            changes["reason"] += f" (processes {left} could not be killed)"
+        shutil.rmtree(self.folder / "logs" / "elastic", ignore_errors=True)
+        self.state.update(ended=time.time(), **changes)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self.stop_reason = self.stop_reason or f"stopped on request ({signal_name(number)})"
+
+    def _watch(self) -> int | None:
+        """Runs the agent until it ends (its exit code) or the job is to be stopped (None, with the tree ended)."""
+        ours, theirs = socket.socketpair()
+        agent = subprocess.Popen(
+            python_command("agent", str(self.folder), str(theirs.fileno())),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        pids = self.state.values["pids"] | {"agent": agent.pid}
+        self.state.update(pids=pids, stamps=self.state.values["stamps"] | {str(agent.pid): stamp(agent.pid)})
+        watched = [ours.fileno()] + ([self.pipe] if self.pipe >= 0 else [])
+        while not self.stop_reason:
+            ready = select.select(watched, [], [], _POLL_S)[0]
+            if ours.fileno() in ready:  # end of file: the agent has ended
+                code = agent.wait()
+                self._note_ranks()
+                return code
+            if self.pipe >= 0 and (self.pipe in ready or not is_alive(*self.submitter)):
+                self.stop_reason = f"the process that submitted the job (process {self.submitter[0]}) ended"
+            self._note_ranks()
+            self.state.heartbeat()
+        self._end_tree(agent)
+        return None
+
+    def _end_tree(self, agent: subprocess.Popen) -> None:
+        """SIGTERM to the agent, which hands it to the ranks; SIGKILL to all that is left after the grace."""
+        agent.terminate()
+        end = time.monotonic() + STOP_GRACE_S
+        while time.monotonic() < end and descendants():
+            agent.poll()
+            time.sleep(0.05)
+
+    def _note_ranks(self) -> None:
+        """Takes over what the ranks say about themselves; all of them in the function = the job is running."""
+        values = self.state.values
+        if values["state"] == "running":
+            return
+        pids, stamps = list(values["pids"]["ranks"]), dict(values["stamps"])
+        phases = []
+        for rank in range(self.config["nproc"]):
+            said = read_json(self.folder / "ranks" / f"rank_{rank}.json") or {}
+            phases.append(said.get("phase", ""))
+            if said and pids[rank] is None:
+                pids[rank] = said["pid"]
+                stamps[str(said["pid"])] = said["stamp"]
+        running = all(phase not in ("", "starting") for phase in phases)
+        if pids != values["pids"]["ranks"] or running:
+            self.state.update(
+                pids=values["pids"] | {"ranks": pids}, stamps=stamps, state="running" if running else "starting"
+            )
+
+    def _outcome(self, code: int | None) -> dict[str, Any]:
+        nproc = self.config["nproc"]
+        if code is None:
+            return {"state": "stopped", "reason": self.stop_reason}
+        report = read_json(self.folder / "ranks" / "agent.json") or {}
+        deaths = {int(rank): death for rank, death in report.get("failures", {}).items()}
+        codes = [deaths[rank]["exit_code"] if rank in deaths else (0 if code == 0 else None) for rank in range(nproc)]
+        failed = first_failure(self.folder, nproc, deaths, clean=code == 0)
+        if failed is not None:
+            kind = f": {failed['type']}:" if failed["type"] else ""
+            reason = f"rank {failed['rank']}{kind} {failed['message']}".splitlines()[0]
+            return {"state": "failed", "reason": reason, "exit_codes": codes, "failed_rank": failed["rank"]}
+        if code != 0 or report.get("error"):
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            reason = report.get("error") or f"the launching process {how}; see logs/supervisor.log"
+            return {"state": "failed", "reason": reason, "exit_codes": codes}
+        return {"state": "finished", "exit_codes": codes}
+
+
+def first_failure(
+    folder: Path, nproc: int, deaths: dict[int, dict[str, Any]], clean: bool = False
+) -> dict[str, Any] | None:
+    """The error that started it all, out of what ranks wrote and how they died.
+
+    When one rank fails, the collectives of the others fail as well, and the agent ends those that still run. So an
+    error of a rank's own comes before a collective's, and then the earlier before the later; a death by SIGTERM or
+    SIGKILL counts only when the agent had no reason yet to send one. Deaths that count are written to ``errors/``,
+    for those ranks could not do it.
+
+    Args:
+        deaths: per rank that ended badly, its ``exit_code`` (minus the signal) and the ``time`` it was noticed.
+        clean: all ranks exited with 0, so one that left no result left by ``os._exit``.
+    """
+    written = {rank: read_json(folder / "errors" / f"rank_{rank}.json") for rank in range(nproc)}
+    errors = [error for error in written.values() if error is not None]
+    noticed = min((death["time"] for death in deaths.values()), default=0.0)
+    had_reason = any(death["exit_code"] not in (-signal.SIGTERM, -signal.SIGKILL) for death in deaths.values())
+    if clean:
+        lost = [rank for rank in range(nproc) if not (folder / "results" / f"rank_{rank}.pkl").exists()]
+        deaths = {rank: {"exit_code": 0, "time": time.time()} for rank in lost}
+    for rank, death in deaths.items():
+        by_agent = (death["exit_code"] == -signal.SIGTERM and had_reason) or (
+            death["exit_code"] == -signal.SIGKILL and death["time"] > noticed + STOP_GRACE_S
+        )
+        if written[rank] is None and not by_agent:
+            error = _death_notice(rank, death)
+            write_json(folder / "errors" / f"rank_{rank}.json", error)
+            errors.append(error)
+    return min(errors, key=lambda error: (error["knock_on"], error["time"]), default=None)
+
+
+def _death_notice(rank: int, death: dict[str, Any]) -> dict[str, Any]:
+    code = death["exit_code"]
+    message = f"ended with exit code {code} before its function returned"
+    if code < 0:
+        message = f"was killed by signal {-code} ({signal_name(-code)})"
+    if code == -signal.SIGKILL:
+        message += "; if nobody did that, the system did because memory ran out"
+    return {"rank": rank, "type": "", "message": message, "traceback": "", "time": death["time"], "knock_on": False}

@@ -1,0 +1,232 @@
+"""One rank: a fresh interpreter that joins the others, runs the call, and leaves its result or its error behind.
+
+`here()` tells any code which rank it is; it also works in a plain process and under torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import linecache
+import os
+import pickle
+import re
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .folder import read_json, write_json
+from .processes import die_with_parent, stamp
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where this code runs: `rank` of `world` processes, `local_rank` on its host, its device, its run folder.
+
+    `device` is "cpu" or "cuda:<index>"; `folder` is None outside of a job.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    device: str
+    folder: Path | None
+
+
+def here() -> Here:
+    """This process's place in its job; in a plain process the only rank of one.
+
+    >>> here().world
+    1
+    """
+    rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in _RANK_VARIABLES)
+    device = os.environ.get("MOEKIT_RUN_DEVICE")
+    if device is None:
+        import torch
+
+        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    folder = os.environ.get("MOEKIT_RUN_FOLDER")
+    return Here(rank, world, local_rank, device, Path(folder) if folder else None)
+
+
+_RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def main() -> None:
+    """Entry of a rank's process: ``<folder>``, with the rank in the environment, as torchrun sets it."""
+    agent = os.environ.get("MOEKIT_RUN_AGENT")
+    die_with_parent(int(agent) if agent else os.getppid())
+    folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    config = read_json(folder / "config.json") or {}
+    _log_to(folder / "logs" / f"rank_{rank}.log")
+    faulthandler.enable()
+    os.environ["MOEKIT_RUN_FOLDER"] = str(folder)
+    _tell(folder, rank, "starting")
+    try:
+        value = _call(folder, config, rank)
+        _store_result(folder / "results" / f"rank_{rank}.pkl", value, rank)
+        _tell(folder, rank, "returned")
+    except BaseException as error:  # noqa: BLE001  whatever ended the call is what the user has to see
+        _store_error(folder, rank, error)
+        _tell(folder, rank, "failed")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not a normal exit: its handlers could wait for the other ranks, which wait for this one.
+        os._exit(1)
+    _leave()
+
+
+def _log_to(path: Path) -> None:
+    """stdout and stderr, also those of C++ code and of child processes, go to one file, line by line."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _tell(folder: Path, rank: int, phase: str) -> None:
+    pid = os.getpid()
+    write_json(
+        folder / "ranks" / f"rank_{rank}.json",
+        {"rank": rank, "pid": pid, "stamp": stamp(pid), "phase": phase, "time": time.time()},
+    )
+
+
+def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
+    with (folder / "call.pkl").open("rb") as file:
+        packed = pickle.load(file)
+    os.chdir(packed["cwd"])
+    sys.path[:] = packed["sys_path"]
+    for name, text in packed["sources"].items():  # so that tracebacks, inspect and compilers see a cell's source
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    _join(config)
+    _tell(folder, rank, "running")
+    try:
+        fn, args, kwargs = pickle.loads(packed["call"])
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a rank cannot import {error.name!r}, which {config['function']} needs; put that module on the path of "
+            "the process that submits, or define what it holds in the notebook"
+        ) from error
+    return fn(*args, **kwargs)
+
+
+def _join(config: dict[str, Any]) -> None:
+    """Threads, device, and the process group: gloo on CPU, gloo and NCCL on CUDA."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config["threads"])
+    local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    visible = torch.cuda.device_count()
+    wanted = config["device"]
+    if wanted == "cuda" or (wanted == "auto" and visible):
+        if ranks > visible:
+            raise ConfigError(
+                f"nproc={ranks} ranks need one GPU each, and {visible} are visible here; use at most {visible} ranks, "
+                "or device='cpu'"
+            )
+        torch.cuda.set_device(local_rank)
+        device, backend = f"cuda:{local_rank}", "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = "cpu", "gloo"
+    os.environ["MOEKIT_RUN_DEVICE"] = device
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=config["timeout"]),
+        device_id=torch.device(device) if device != "cpu" else None,
+    )
+
+
+def _store_result(path: Path, value: Any, rank: int) -> None:
+    import cloudpickle
+    import torch
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            # CUDA tensors come back on the CPU: reading a result must not start CUDA in the notebook.
+            if isinstance(obj, torch.Tensor) and obj.is_cuda:
+                return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return super().reducer_override(obj)
+
+    new = path.with_name(f".{path.name}")
+    try:
+        with new.open("wb") as file:
+            Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+    except Exception as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(
+            f"the value that rank {rank} returned cannot be pickled ({type(error).__name__}: {error}); return plain "
+            "data, arrays or tensors, or write a file in moekit.here().folder"
+        ) from error
+
+
+_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|process ?group", re.IGNORECASE)
+
+
+def _is_knock_on(error: BaseException | None) -> bool:
+    """Whether a collective failed, as it does on every other rank when one rank is gone."""
+    from torch.distributed import DistError
+
+    while error is not None:
+        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _store_error(folder: Path, rank: int, error: BaseException) -> None:
+    when = time.time()
+    text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
+    print(text, file=sys.stderr, flush=True)
+    try:
+        knock_on = _is_knock_on(error)
+    except ImportError:
+        knock_on = False
+    try:
+        write_json(
+            folder / "errors" / f"rank_{rank}.json",
+            {
+                "rank": rank,
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": text,
+                "time": when,
+                "knock_on": knock_on,
+            },
+        )
+    except OSError:
+        traceback.print_exc()
+
+
+def _user_frames(tb: Any) -> Any:
+    """The traceback from the user's first frame on, when there is one."""
+    while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__ and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb
+
+
+def _leave() -> None:
+    """A normal exit (threads joined, exit handlers run) without the half second that freeing torch's modules takes."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
