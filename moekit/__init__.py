@@ -82,14 +82,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'moekit' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    home = _HOMES[name]
-    module = importlib.import_module(f"{__name__}.{home or name}")
-    value = getattr(module, name) if home else module
-    globals()[name] = value  # found without a detour from now on
-    return value
+if not TYPE_CHECKING:  # which lets type checkers report a name that does not exist
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'moekit' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        home = _HOMES[name]
+        module = importlib.import_module(f"{__name__}.{home or name}")
+        value = getattr(module, name) if home else module
+        globals()[name] = value  # found without a detour from now on
+        return value
 
 
 def __dir__() -> list[str]:

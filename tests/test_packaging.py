@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -139,7 +140,7 @@ def test_conda_environment_is_in_step() -> None:
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert conda["name"] == "moekit"
     (pip,) = [d["pip"] for d in conda["dependencies"] if isinstance(d, dict)]
-    plain = dict(d.partition("=")[::2] for d in conda["dependencies"] if isinstance(d, str))
+    plain = {d.split("=")[0]: d.partition("=")[2] for d in conda["dependencies"] if isinstance(d, str)}
     assert set(plain) == {"python", "pip"} and not plain["pip"], "packages belong into pyproject.toml"
     assert SpecifierSet(PROJECT["requires-python"]).contains(plain["python"])
     assert pip[0] == "-c constraints.txt" and len(pip) == 2
@@ -166,8 +167,10 @@ def test_import_is_light(tmp_path: Path) -> None:
         f"print(json.dumps([t[1] - t[0], t[2] - t[0], [m for m in {HEAVY!r} if m in bare],\n"
         f"    [m for m in {HEAVY!r} if m in sys.modules], torch.cuda.is_initialized()]))"
     )
-    runs = [json.loads(python(code, tmp_path)) for _ in range(3)]
-    bare, named, at_import, at_use, cuda = (min(column) for column in zip(*runs, strict=True))
+    for _ in range(3):
+        bare, named, at_import, at_use, cuda = json.loads(python(code, tmp_path))
+        if max(bare, named) < 0.3:
+            break
     assert bare < 0.3, f"import moekit took {bare:.2f} s of its own"
     assert named < 0.3, f"loading the public names took {named:.2f} s beyond torch"
     assert not at_import, f"import moekit loads {at_import}"
@@ -211,15 +214,13 @@ def test_public_names_exist() -> None:
     assert dir(moekit) == sorted(moekit.__all__)
     assert set(moekit._HOMES) | {"__version__"} == set(moekit.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Lerner'"):
-        _ = moekit.Lerner
+        getattr(moekit, "Lerner")  # noqa: B009
 
 
 def typed_names() -> set[str]:
     """Names that type checkers see: those of the TYPE_CHECKING block."""
-    import ast
-
     tree = ast.parse((ROOT / "moekit/__init__.py").read_text())
-    (block,) = [n for n in tree.body if isinstance(n, ast.If)]
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     return {a.name for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
 
 

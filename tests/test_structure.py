@@ -92,7 +92,7 @@ def imports(source: str, path: str, modules: set[str]) -> list[Import]:
             name = node.args[0].value
             if called in ("import_module", "__import__") and isinstance(name, str) and not name.startswith("."):
                 add(name, node, 0, typing_only, inside)
-        under_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        under_typing = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         in_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
             visit(child, typing_only or under_typing, inside or in_function)
