@@ -1,0 +1,115 @@
+"""Saving and resuming a learner: bitwise, atomic, and clear when it cannot be."""
+
+import errno
+import json
+
+import pytest
+import torch
+
+from moekit.checkpoint import save as save_module
+from moekit.checkpoint.save import STATE, latest, retain
+from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
+from moekit.data.batch import Batch
+from moekit.errors import CheckpointError, StorageError
+from moekit.learner.learner import Learner
+from moekit.learner.mesh import World
+from moekit.model.transformer import Transformer
+from moekit.objectives.sft import SFT
+
+MODEL = ModelConfig(vocab=17, width=8, layers=2, heads=2, experts=4, top_k=2, expert_width=6, selection_bias=True)
+CONFIG = LearnerConfig(lr=0.01, warmup_steps=3, weight_decay=0.1, router=RouterLossConfig(balance=0.1), bias_rate=0.01)
+
+
+def learner(dtype=torch.float32, config=MODEL):
+    return Learner(Transformer(config, dtype=dtype, seed=0), SFT(), CONFIG, World())
+
+
+def batch(step):
+    return Batch.make(torch.randint(0, 17, (2, 9), generator=torch.Generator().manual_seed(step)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_resume_is_bitwise(tmp_path, dtype):
+    unbroken, first = learner(dtype), learner(dtype)
+    for step in range(2):
+        unbroken.step([batch(step)])
+        first.step([batch(step)])
+    first.save(tmp_path / "c", {"row": 5})
+    torch.manual_seed(99)
+    again = learner(dtype)
+    again.step([batch(7)])  # whatever it did before must not matter
+    assert again.restore(tmp_path / "c") == {"row": 5}
+    for step in range(2, 5):
+        a, b = unbroken.step([batch(step)]), again.step([batch(step)])
+        assert a["loss/total"] == b["loss/total"] and a["lr"] == b["lr"] and a["step/index"] == b["step/index"]
+    for (name, p), q in zip(unbroken.model.named_parameters(), again.model.parameters()):
+        assert torch.equal(p, q), name
+    state, other = unbroken.optimizer.state(), again.optimizer.state()
+    assert state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
+    biases = [m.layers[1].moe.router.selection_bias for m in (unbroken.model, again.model)]
+    assert torch.equal(*biases) and biases[0].abs().sum() > 0
+
+
+def test_a_bf16_parameter_is_its_rounded_master(tmp_path):
+    one = learner(torch.bfloat16)
+    for step in range(3):
+        one.step([batch(step)])
+    state = one.optimizer.state()
+    for name, p in one.model.named_parameters():
+        assert torch.equal(p.detach(), state[f"{name}.master"].bfloat16()), name
+        assert state[f"{name}.exp_avg"].dtype == torch.float32
+    assert any((state[f"{n}.master"] != p.float()).any() for n, p in one.model.named_parameters())
+
+
+def test_bc_059_the_file_holds_the_moment_of_the_call(tmp_path):
+    one = learner()
+    before = one.model.embed.weight.detach().clone()
+    one.save(tmp_path / "c")
+    with torch.no_grad():
+        one.model.embed.weight.fill_(2)
+    one.restore(tmp_path / "c")
+    assert torch.equal(one.model.embed.weight.detach(), before)
+
+
+def test_existing_folder_other_model_and_altered_file_are_refused(tmp_path):
+    one = learner()
+    one.save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="exists already"):
+        one.save(tmp_path / "c")
+    one.save(tmp_path / "c", overwrite=True)
+    other = learner(config=ModelConfig(**{**MODEL.to_dict(), "experts": 8}))
+    with pytest.raises(CheckpointError, match="experts"):
+        other.restore(tmp_path / "c")
+    raw = bytearray((tmp_path / "c" / STATE).read_bytes())
+    raw[-3] ^= 1
+    (tmp_path / "c" / STATE).write_bytes(raw)
+    with pytest.raises(CheckpointError, match="checksum"):
+        one.restore(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        one.restore(tmp_path / "nothing")
+
+
+def test_a_failed_save_leaves_the_previous_one_and_nothing_else(tmp_path, monkeypatch):
+    one = learner()
+    one.save(tmp_path / "c", {"n": 1})
+
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(save_module, "save_file", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        one.save(tmp_path / "c", {"n": 2}, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert json.loads((tmp_path / "c" / "manifest.json").read_text())["extra"] == {"n": 1}
+    one.restore(tmp_path / "c")
+
+
+def test_latest_and_retain(tmp_path):
+    one = learner()
+    for n in (2, 10, 9):
+        one.save(tmp_path / f"step_{n}")
+    assert latest(tmp_path) == tmp_path / "step_10"
+    retain(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_9"]
+    assert latest(tmp_path / "none") is None
