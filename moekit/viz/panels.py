@@ -1,0 +1,208 @@
+"""Log panels: text from threads or ranks, each line in the panel that owns it and nowhere else.
+
+A notebook sends everything that is printed to the cell that runs, whichever thread printed it, so capturing standard
+output mixes threads up. A panel captures nothing: it is written to (`panel.print(...)`, or `print(..., file=panel)`)
+and shows its own lines in its own output.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Self
+
+from ..errors import DataError
+from .progress import INTERVAL_S, place
+from .theme import GRID, INK, MUTED
+
+LINES = 1000  # kept; older ones are dropped and counted
+
+
+class LogPanel:
+    """Lines under a title, safe to write to from several threads. Shows itself as the last value of a cell.
+
+    Args:
+        title: said above the lines.
+        height: lines that are visible at once.
+        keep: lines that are kept.
+
+    >>> panel = LogPanel("rank 0")
+    >>> print("loss", 1.5, file=panel)
+    >>> panel.lines
+    ['loss 1.5']
+    """
+
+    def __init__(self, title: str = "log", *, height: int = 8, keep: int = LINES):
+        self.title, self.height = title, height
+        self.dropped = 0
+        self.updates = 0
+        self._lines: deque[str] = deque(maxlen=keep)
+        self._open: dict[int, str] = {}  # what each thread has written of a line that it has not ended
+        self._lock = threading.Lock()
+        self._handle: Any = None
+        self._last = 0.0
+        self._timer: threading.Timer | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines, oldest first."""
+        with self._lock:
+            return list(self._lines)
+
+    def print(self, *parts: object) -> None:
+        """Add a line."""
+        self.write(" ".join(map(str, parts)) + "\n")
+
+    def write(self, text: str) -> int:
+        """Add text; a line appears once it has ended. What two threads write of one line each stays two lines."""
+        me = threading.get_ident()
+        with self._lock:
+            *whole, rest = (self._open.pop(me, "") + text).split("\n")
+            if rest:
+                self._open[me] = rest
+            for line in whole:
+                self.dropped += len(self._lines) == self._lines.maxlen
+                self._lines.append(line.rsplit("\r", 1)[-1])
+            if whole:
+                self._schedule()
+        return len(text)
+
+    def flush(self) -> None:
+        """Show what is there now."""
+        with self._lock:
+            self._show()
+
+    def close(self) -> None:
+        """Show everything, lines that were not ended too."""
+        with self._lock:
+            self._lines.extend(self._open.values())
+            self._open.clear()
+            self._show()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _schedule(self) -> None:
+        """Show now, or when an interval has passed since the last time. The lock is held."""
+        if self._handle is None:
+            return
+        wait = INTERVAL_S - (time.monotonic() - self._last)
+        if wait <= 0:
+            self._show()
+        elif self._timer is None:
+            self._timer = threading.Timer(wait, self.flush)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _show(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._handle is not None:
+            self._last = time.monotonic()
+            self.updates += 1
+            self._handle.update(self._data(), raw=True)
+
+    def _data(self) -> dict[str, str]:
+        return {"text/plain": self._text(), "text/html": self._html()}
+
+    def _text(self) -> str:
+        dropped = [f"... {self.dropped} earlier lines"] if self.dropped else []
+        return "\n".join([self.title, *dropped, *self._lines])
+
+    def _html(self) -> str:
+        more = f" · {self.dropped} earlier lines dropped" if self.dropped else ""
+        # column-reverse keeps the newest line in view without a script
+        return (
+            f"<div style='border:1px solid {GRID};border-radius:6px;margin:4px 0;max-width:760px;color:{INK};"
+            f"background:#fff'><div style='padding:4px 10px;border-bottom:1px solid {GRID};font-weight:600'>"
+            f"{html.escape(self.title)}<span style='font-weight:400;color:{MUTED}'>{more}</span></div>"
+            f"<div style='display:flex;flex-direction:column-reverse;max-height:{1.4 * self.height:.1f}em;"
+            "overflow:auto;padding:4px 10px'><pre style='margin:0;line-height:1.4;white-space:pre-wrap;"
+            f"background:none;color:inherit'>{html.escape(chr(10).join(self._lines))}</pre></div></div>"
+        )
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return self._text()
+
+    def _ipython_display_(self) -> None:
+        if place() != "notebook":
+            print(self)
+            return
+        from IPython.display import DisplayHandle
+
+        with self._lock:
+            self._handle = DisplayHandle()
+            self._last = time.monotonic()
+            self._handle.display(self._data(), raw=True)
+
+
+class RankLogs:
+    """One panel for each rank of a job, following its log file until the job ends; see `rank_logs`."""
+
+    def __init__(self, job: Any, ranks: list[int]):
+        self.panels = {rank: LogPanel(f"rank {rank}") for rank in ranks}
+        self._job = job
+        self._offset = dict.fromkeys(ranks, 0)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        over = False
+        while not over:
+            over = self._job.done or self._stop.is_set()  # before reading, so that no line is missed
+            for rank, panel in self.panels.items():
+                path = Path(self._job.folder) / "logs" / f"rank_{rank}.log"
+                if path.exists():
+                    with path.open("rb") as file:
+                        file.seek(self._offset[rank])
+                        data = file.read()
+                    data = data if over else data[: data.rfind(b"\n") + 1]
+                    self._offset[rank] += len(data)
+                    panel.write(data.decode(errors="backslashreplace"))
+            if not over:
+                self._stop.wait(3 * INTERVAL_S)
+        for panel in self.panels.values():
+            panel.close()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the job has ended and every line is shown."""
+        self._thread.join(timeout)
+
+    def close(self) -> None:
+        """Stop following."""
+        self._stop.set()
+        self._thread.join(5)
+
+    def _ipython_display_(self) -> None:
+        for panel in self.panels.values():
+            panel._ipython_display_()
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self.panels.values()))
+
+
+def rank_logs(job: Any, ranks: list[int] | None = None) -> RankLogs:
+    """What the ranks of a job print, one panel for each.
+
+    Args:
+        job: a `Job`, or the path of a run folder.
+        ranks: which ones; None = the first eight.
+    """
+    if isinstance(job, (str, Path)):
+        from ..launch.job import attach
+
+        job = attach(job)
+    chosen = list(range(min(job.nproc, 8))) if ranks is None else list(ranks)
+    wrong = [rank for rank in chosen if not 0 <= rank < job.nproc]
+    if wrong:
+        raise DataError(f"rank {wrong[0]} is not one of the job's {job.nproc} ranks")
+    return RankLogs(job, chosen)

@@ -1,0 +1,173 @@
+"""A progress line that stays cheap: few messages, whatever the number of updates, and the last one always arrives.
+
+In a terminal the line is rewritten in place, in a notebook one output is updated, in a log file a line is added now
+and then. A browser that gets thousands of messages a second stops answering; ten are enough for the eye.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self, TextIO
+
+from ..errors import ConfigError
+from .theme import CLASS, MUTED, number
+
+INTERVAL_S = 0.1
+LOG_SHARE, LOG_S = 0.1, 30.0  # a log file gets a line at every tenth of the way, or after half a minute
+
+
+def place() -> str:
+    """Where output goes: "notebook" (a Jupyter kernel), "terminal" or "log".
+
+    >>> place() in ("notebook", "terminal", "log")
+    True
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and getattr(shell, "kernel", None) is not None:
+        return "notebook"
+    return "terminal" if sys.stdout is not None and sys.stdout.isatty() else "log"
+
+
+class Progress:
+    """How far a loop is. Use it as a context manager, or call `close` at the end.
+
+    The number of messages is at most 1 + elapsed / interval, the last of them the final state, exactly.
+
+    Args:
+        total: how many units there are; None = unknown.
+        label: what is counted.
+        mode: "notebook", "terminal", "log", or "auto".
+        interval: seconds between messages, at least.
+        stream: where terminal and log lines go; None = standard output.
+        show: takes the text of each message instead of the notebook, the terminal or the stream.
+
+    >>> lines = []
+    >>> with Progress(3, "steps", show=lines.append) as progress:
+    ...     for loss in (2.0, 1.5, 1.25):
+    ...         progress.update(loss=loss)
+    >>> "3/3" in lines[-1], "loss 1.25" in lines[-1]
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        label: str = "",
+        *,
+        mode: str = "auto",
+        interval: float = INTERVAL_S,
+        stream: TextIO | None = None,
+        show: Callable[[str], None] | None = None,
+    ):
+        if mode not in ("auto", "notebook", "terminal", "log"):
+            raise ConfigError(f"mode={mode!r} is not one of 'auto', 'notebook', 'terminal', 'log'")
+        self.total, self.label, self.interval = total, label, interval
+        self.mode = place() if mode == "auto" else mode
+        self.done, self.facts = 0, {}
+        self.messages = 0
+        self._stream, self._show = stream, show
+        self._start = self._last = time.monotonic()  # the first message waits for one interval, the last for none
+        self._said, self._said_done = "", 0.0
+        self._width = 0
+        self._handle: Any = None
+        self._lock = threading.Lock()
+
+    def update(self, done: int | None = None, **facts: float | str) -> None:
+        """Record progress, and show it if it is time.
+
+        Args:
+            done: units finished so far; None = one more.
+            facts: what to say beside, such as ``loss=1.25``; later values replace earlier ones.
+        """
+        with self._lock:
+            self.done = self.done + 1 if done is None else done
+            self.facts.update(facts)
+            now = time.monotonic()
+            if now - self._last >= self.interval and (self.mode != "log" or self._show or self._due(now)):
+                self._say(now)
+
+    def close(self) -> None:
+        """Show the final state if the last message was not it, and end the line. Can be called twice."""
+        with self._lock:
+            if self.messages == 0 or (self.done, self.facts) != self._said:
+                self._say(time.monotonic())
+            if self.mode == "terminal" and self._width and not self._show:
+                self._write("\n")
+                self._width = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        elapsed = time.monotonic() - self._start
+        parts = [self.label] if self.label else []
+        if self.total:
+            parts.append(f"{self.done}/{self.total}")
+        else:
+            parts.append(str(self.done))
+        parts += [f"{k.replace('_', ' ')} {v if isinstance(v, str) else number(v)}" for k, v in self.facts.items()]
+        if self.total and 0 < self.done < self.total:
+            parts.append(f"{_clock(elapsed * (self.total - self.done) / self.done)} left")
+        else:
+            parts.append(_clock(elapsed))
+        return "  ".join(parts)
+
+    def _due(self, now: float) -> bool:
+        """Whether a log file should get a line."""
+        far = self.total and self.done - self._said_done >= LOG_SHARE * self.total
+        return bool(far) or now - self._last >= LOG_S
+
+    def _say(self, now: float) -> None:
+        text = str(self)
+        self._last, self._said, self._said_done = now, (self.done, dict(self.facts)), self.done
+        self.messages += 1
+        if self._show is not None:
+            self._show(text)
+        elif self.mode == "notebook":
+            self._update_output(text)
+        elif self.mode == "terminal":
+            self._write("\r" + text.ljust(self._width))
+            self._width = len(text)
+        else:
+            self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        stream = self._stream or sys.stdout
+        stream.write(text)
+        stream.flush()
+
+    def _update_output(self, text: str) -> None:
+        from IPython.display import DisplayHandle
+
+        data = {"text/plain": text, "text/html": self._html(text)}
+        if self._handle is None:
+            self._handle = DisplayHandle()
+            self._handle.display(data, raw=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def _html(self, text: str) -> str:
+        share = min(self.done / self.total, 1.0) if self.total else 0.0
+        bar = (
+            f"<span style='display:inline-block;width:160px;height:8px;border-radius:4px;background:{MUTED}33;"
+            f"margin-right:10px'><span style='display:block;height:8px;border-radius:4px;width:{100 * share:.1f}%;"
+            f"background:{CLASS['supervised']}'></span></span>"
+        )
+        return f"<div style='font-variant-numeric:tabular-nums'>{bar if self.total else ''}{html.escape(text)}</div>"
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return (
+        f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+        if whole >= 3600
+        else f"{whole // 60}:{whole % 60:02d}"
+    )

@@ -1,0 +1,297 @@
+"""One visual language: what each colour means, how large things are, and how a figure reaches the reader.
+
+Rules that every figure of the kit follows:
+
+* A colour has one meaning. The four position classes and the seven passes own theirs (`CLASS`, `PASS`); they are
+  told apart with any common colour blindness, and by lightness in a black and white print.
+* A line or layer is labelled where it ends, not in a legend; axes carry their unit.
+* A figure leaves the kernel three times in one message: for plotly, as a picture, and as numbers in plain text. A
+  saved notebook then shows its result where no JavaScript runs.
+
+Importing this module imports neither plotly nor matplotlib.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..data.batch import CLASSES
+from ..errors import BackendError
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+# Lightness 42, 73, 41, 81: neighbours in a stack differ in grey too. Smallest CIELAB distance between two of them,
+# with protanopia, deuteranopia or tritanopia simulated: 20 (a test computes it).
+CLASS = dict(zip(CLASSES, ("#0067A5", "#EDA63A", "#A23B72", "#C5CBD1")))
+CLASS_TEXT = dict(zip(CLASSES, ("#005A91", "#8F5B00", "#8C2F61", "#5F6C7B")))  # the same, dark enough to write with
+CLASS_MEANING = {
+    "supervised": "predicts a token that is trained on",
+    "context": "routed, its prediction is not trained on",
+    "filtered": "its instance was removed by the filter; it still routes",
+    "padding": "fills the row",
+}
+PASS = {
+    "forward": "#332288",
+    "backward": "#88CCEE",
+    "recompute": "#44AA99",
+    "score": "#999933",
+    "evaluate": "#DDCC77",
+    "prefill": "#CC6677",
+    "decode": "#882255",
+}
+SERIES = ("#0067A5", "#D55E00", "#00856A", "#7A4FA3", "#4BA3D9", "#3E4C59")
+
+INK, MUTED, RULE, GRID, PAPER = "#1F2933", "#5F6C7B", "#9AA5B1", "#E8EBEE", "#FFFFFF"
+# Below, at and above the balanced share: teal, near white, brown.
+DIVERGING = [
+    [0.0, "#00574F"],
+    [0.2, "#35978F"],
+    [0.35, "#95D3C9"],
+    [0.5, "#F7F7F5"],
+    [0.65, "#E8CE94"],
+    [0.8, "#BF812D"],
+    [1.0, "#6B3D07"],
+]
+FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
+SIZE = {"title": 17, "subtitle": 13, "axis": 13, "tick": 12, "label": 13}  # pixels at 96 to the inch
+WIDTH, HEIGHT = 760, 420  # a notebook cell; 20 cm wide in print
+MARGIN = {"l": 72, "r": 28, "t": 84, "b": 60}
+TEMPLATE = "moekit"
+
+
+def need(module: str, purpose: str) -> Any:
+    """Import an optional dependency, or say what wanted it and how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.split(".")[0]
+        raise BackendError(
+            f"{purpose} needs {name}, which cannot be imported here ({error}); "
+            'install the notebook extra: pip install "moekit[notebooks]"'
+        ) from error
+
+
+def template() -> str:
+    """Register the kit's plotly template and return its name. The user's default template stays what it was."""
+    pio = need("plotly.io", "drawing a figure")
+    if TEMPLATE not in pio.templates:
+        go = need("plotly.graph_objects", "drawing a figure")
+        axis = {
+            "title": {"font": {"size": SIZE["axis"], "color": MUTED}, "standoff": 10},
+            "tickfont": {"size": SIZE["tick"], "color": MUTED},
+            "gridcolor": GRID,
+            "linecolor": RULE,
+            "zeroline": False,
+            "ticks": "",
+            "ticklabelstandoff": 5,
+            "automargin": False,
+        }
+        pio.templates[TEMPLATE] = go.layout.Template(
+            layout={
+                "font": {"family": ", ".join(FONTS) + ", sans-serif", "size": SIZE["tick"], "color": INK},
+                "title": {
+                    "x": 0,
+                    "xref": "paper",
+                    "xanchor": "left",
+                    "y": 1,
+                    "yref": "container",
+                    "yanchor": "top",
+                    "pad": {"t": 18},
+                    "font": {"size": SIZE["title"], "color": INK, "weight": 600},
+                    "subtitle": {"font": {"size": SIZE["subtitle"], "color": MUTED}},
+                },
+                "paper_bgcolor": PAPER,
+                "plot_bgcolor": PAPER,
+                "colorway": list(SERIES),
+                "margin": MARGIN,
+                "xaxis": {**axis, "showgrid": False, "showline": True},
+                "yaxis": axis,
+                "hovermode": "x unified",
+                "hoverlabel": {"font": {"size": SIZE["tick"]}, "bgcolor": PAPER},
+                "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+                "bargap": 0.3,
+                "uniformtext": {"minsize": 10, "mode": "show"},
+            }
+        )
+    return TEMPLATE
+
+
+def figure(title: str, subtitle: str = "", *, width: int = WIDTH, height: int = HEIGHT, **layout: Any) -> go.Figure:
+    """An empty figure in the kit's style.
+
+    Args:
+        title: what is shown.
+        subtitle: how to read it, or over what it was measured.
+        width, height: pixels.
+        layout: further plotly layout settings.
+    """
+    go = need("plotly.graph_objects", "drawing a figure")
+    layout["margin"] = {**MARGIN, **layout.get("margin", {})}
+    return go.Figure(
+        layout={
+            "template": template(),
+            "title": {"text": title, "subtitle": {"text": subtitle}},
+            "width": width,
+            "height": height,
+            "showlegend": False,
+            **layout,
+        }
+    )
+
+
+def tint(colour: str, share: float) -> str:
+    """`colour` mixed with white: share 1 is the colour itself, 0 is white.
+
+    >>> tint("#000000", 0.2)
+    '#CCCCCC'
+    """
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 + (p - 255) * share):02X}" for p in parts)
+
+
+def number(value: float) -> str:
+    """A number as a reader wants it: at most four significant digits, thousands marked, `–` for none.
+
+    >>> [number(v) for v in (0.5, 1.23456, 12345.6, 1234567, 3.2e-9, float("nan"))]
+    ['0.5', '1.235', '12,346', '1.235M', '3.2e-09', '–']
+    """
+    if value is None or not math.isfinite(value):
+        return "–" if value is None or math.isnan(value) else ("∞" if value > 0 else "-∞")
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-3:
+        return f"{value:.3g}"
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if size >= limit:
+            return f"{value / limit:.4g}{unit}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def spread(at: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Move labels apart so that neighbours are `gap` apart, inside [low, high], as little as needed.
+
+    >>> spread([10.0, 11.0, 40.0], gap=6, low=0, high=50)
+    [7.5, 13.5, 40.0]
+    """
+    order = sorted(range(len(at)), key=lambda i: at[i])
+    groups: list[list[int]] = [[i] for i in order]
+
+    def centre(group: list[int]) -> float:
+        half = gap * (len(group) - 1) / 2
+        return min(max(sum(at[i] for i in group) / len(group), low + half), high - half)
+
+    merged = True
+    while merged:
+        merged = False
+        for left, right in zip(range(len(groups)), range(1, len(groups))):
+            space = gap * (len(groups[left]) + len(groups[right])) / 2
+            if centre(groups[right]) - centre(groups[left]) < space - 1e-9:
+                groups[left : right + 1] = [groups[left] + groups[right]]
+                merged = True
+                break
+    out = list(at)
+    for group in groups:
+        start = centre(group) - gap * (len(group) - 1) / 2
+        for place, i in enumerate(group):
+            out[i] = start + place * gap
+    return out
+
+
+def end_labels(
+    fig: go.Figure, labels: list[tuple[float, str, str]], low: float, high: float, *, axis: str = "", x: float = 1.0
+) -> None:
+    """Write labels at the right edge of a panel, at their heights, moved apart where they would touch.
+
+    Args:
+        labels: (height in data units, text, colour).
+        low, high: range of the panel's y axis (not logarithmic).
+        axis: suffix of the panel's axes, "" or "2", "3", ...
+        x: right edge of the panel, in paper units.
+    """
+    domain = getattr(fig.layout, f"yaxis{axis}").domain or (0.0, 1.0)
+    margin = fig.layout.margin
+    pixels = (fig.layout.height - margin.t - margin.b) * (domain[1] - domain[0])
+    to_pixel = pixels / (high - low) if high > low else 0.0
+    wanted = [(min(max(v, low), high) - low) * to_pixel if math.isfinite(v) else 0.0 for v, _, _ in labels]
+    gap = max(SIZE["label"] * 1.25 * (1 + max((t.count("<br>") for _, t, _ in labels), default=0)), 1.0)
+    for (_, text, colour), pixel in zip(labels, spread(wanted, gap, 0.0, max(pixels, gap * len(labels)))):
+        fig.add_annotation(
+            x=x,
+            xref="paper",
+            y=domain[0],
+            yref="paper",
+            yshift=pixel,
+            xshift=8,
+            text=text,
+            showarrow=False,
+            xanchor="left",
+            yanchor="middle",
+            align="left",
+            font={"color": colour, "size": SIZE["label"]},
+        )
+
+
+def plain(fig: go.Figure) -> dict[str, Any]:
+    """The figure as JSON with every number written out (plotly packs arrays in base64, which not all viewers read)."""
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "bdata" in node and "dtype" in node:
+                flat = np.frombuffer(base64.b64decode(node["bdata"]), dtype=np.dtype(node["dtype"]))
+                shape = [int(n) for n in str(node.get("shape", flat.size)).split(",")]
+                return walk(flat.reshape(shape).tolist())
+            return {key: walk(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [walk(value) for value in node]
+        return None if isinstance(node, float) and not math.isfinite(node) else node
+
+    return walk(json.loads(fig.to_json()))
+
+
+def bundle(fig: go.Figure) -> dict[str, Any]:
+    """The MIME bundle of a figure: plotly's JSON, a PNG made without a browser, and its numbers as text."""
+    from . import static, tables
+
+    data = {"application/vnd.plotly.v1+json": plain(fig), "text/plain": tables.text(fig)}
+    try:
+        data["image/png"] = base64.b64encode(static.render(fig, "png")).decode()
+    except BackendError as error:  # said, not hidden: the numbers stay
+        data["text/plain"] += f"\n(no picture: {error})"
+    return data
+
+
+def display(fig: go.Figure, *, handle: Any = None) -> None:
+    """Show a figure so that it survives saving: interactive, as a picture, and as numbers, in one output.
+
+    Args:
+        fig: any plotly figure.
+        handle: an IPython display handle to update instead of making a new output.
+
+    Outside IPython the numbers are printed.
+    """
+    try:
+        from IPython import display as ipython
+        from IPython.core.getipython import get_ipython
+    except ImportError:
+        get_ipython = None
+    if get_ipython is None or get_ipython() is None:
+        from . import tables
+
+        print(tables.text(fig))
+    elif handle is not None:
+        handle.update(bundle(fig), metadata=size(fig), raw=True)
+    else:
+        ipython.display(bundle(fig), metadata=size(fig), raw=True)
+
+
+def size(fig: go.Figure) -> dict[str, Any]:
+    """Display metadata: the picture has twice the figure's pixels and is shown at the figure's size."""
+    return {"image/png": {"width": fig.layout.width or WIDTH, "height": fig.layout.height or HEIGHT}}
