@@ -98,7 +98,7 @@ class DenominatorLab:
 
         Args:
             mode: the denominator.
-            ranks: rows go to ranks in turn: row i to rank i mod ranks.
+            ranks: rows go to ranks in contiguous shares, as even as possible (`moekit.data.stream.share`).
             microbatches: each rank's rows are cut into this many contiguous parts, as even as possible.
             removed: documents (index into `documents`) that an instance filter removes.
             constant_length: for ``mode="constant"``; None = the row length.
@@ -109,7 +109,7 @@ class DenominatorLab:
         out = torch.zeros(len(self.documents), dtype=torch.float64)
         cut: list[list[tuple[list[int], Batch]]] = []
         for rank in range(ranks):
-            rows = list(range(rank, batch.rows, ranks))
+            rows = torch.arange(batch.rows).tensor_split(ranks)[rank].tolist()
             edges = [round(i * len(rows) / microbatches) for i in range(microbatches + 1)]
             cut.append([(rows[a:b], _take(batch, rows[a:b])) for a, b in pairwise(edges) if b > a])
         counted = [step_counts([b.flat for _, b in mine]) for mine in cut]

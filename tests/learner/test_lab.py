@@ -57,8 +57,7 @@ def test_equals_the_learner(lab, mode):
 
 def test_rank_mean_is_the_mean_of_rank_means(lab):
     whole = batch()
-    parts = [gradient("global_tokens", [Batch.make(whole.input_ids[r::2], segment=whole.segment[r::2],
-                                                   labels=whole.labels[r::2])]) for r in range(2)]  # fmt: skip
+    parts = [gradient("global_tokens", [half]) for half in whole.split(2)]
     _, exact = gradient("global_tokens", [whole])
     biased = (parts[0][1] + parts[1][1]) / 2
     read = lab.measure("rank_mean", ranks=2)

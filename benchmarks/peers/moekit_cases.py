@@ -1,0 +1,88 @@
+"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py or sft.py.
+
+The peer's weights are loaded into moekit's model through a Hugging Face folder and the losses are compared before
+anything is timed (relative 1e-5 in float32, 1e-2 in bfloat16). Our bfloat16 is bf16 parameters and gradients of bf16
+matmuls, accumulated in float32, with float32 masters and moments; the peer's is pure bf16, optimizer included.
+"""
+
+import logging
+import tempfile
+
+import peers
+import torch
+
+from moekit import Batch, DataConfig, Learner, LearnerConfig, load
+from moekit.data.chat import Document
+from moekit.data.pack import build_rows
+from moekit.data.stream import RowStream
+from moekit.objectives.sft import SFT
+
+SETTINGS = {"lr": 1e-5, "weight_decay": 0.01, "betas": (0.9, 0.999), "clip_norm": None}
+logging.disable(logging.WARNING)
+
+
+def learner(config, dtype, elide):
+    """A learner with the weights of the peers' model, and that model."""
+    theirs = peers.olmoe(config, getattr(torch, dtype), "grouped_mm")
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = load(folder, dtype=dtype)
+    return Learner(ours, SFT(), LearnerConfig(**SETTINGS, elide=elide)), theirs
+
+
+def rows_of(batch):
+    """The harness's batch as a moekit `Batch`: documents start where positions restart, labels shift inside them."""
+    ids, position = batch["input_ids"], batch["position_ids"]
+    segment = (position == 0).cumsum(1) - 1
+    shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    ends = torch.nn.functional.pad(position[:, 1:] == 0, (0, 1), value=True)
+    if (shifted[:, :-1][ends[:, :-1]] != -100).any():
+        raise ValueError("the harness's labels cross documents; the two losses would differ")
+    return Batch.make(ids, labels=shifted, segment=segment)
+
+
+def cases(bench, **context):
+    """Callables by name, for the bench that asks."""
+    return {"a_train_step": train_step, "b_sft": sft}.get(bench, lambda **_: {})(**context)
+
+
+def train_step(config, dtype, batch, **_):
+    """One whole step: rows seen flat, forward, backward, AdamW."""
+    if dtype == "autocast":
+        return {}  # moekit has no autocast: a dtype is chosen once, for the parameters
+    out = {}
+    for elide in ("padding", "padding+last_layer"):
+        mine, theirs = learner(config, dtype, elide)
+        with torch.no_grad():
+            want = theirs(**batch, use_cache=False).loss.item()
+        got = mine.step([rows_of(batch)])["loss/sft"]
+        tolerance = 1e-5 if dtype == "float32" else 1e-2
+        if abs(got - want) > tolerance * abs(want):
+            raise ValueError(f"losses differ: moekit {got}, peer {want}")
+        peers.note(f"{config} {dtype} {elide}: first loss moekit {got:.7f}, peer {want:.7f}")
+        out[f"moekit, elide {elide}"] = lambda mine=mine: mine.step([rows_of(batch)])
+    return out
+
+
+def sft(config, texts, steps, **_):
+    """Packed rows through the stream, 4 rows a step, the first two steps left out."""
+    documents = [Document([*p, *c], [False] * len(p) + [True] * len(c)) for p, c in texts]
+    rows = build_rows(documents, DataConfig(length=peers.SEQ, rows="packed"))
+
+    def case(dtype):
+        mine, _ = learner(config, dtype, "padding+last_layer")
+        stream = RowStream(rows, batch_rows=4)
+
+        def run():
+            tokens = supervised = t0 = 0
+            for k in range(steps + 2):
+                if k == 2:
+                    t0, tokens, supervised = peers.clock(), 0, 0
+                metrics = mine.step(stream.next())
+                tokens += int(metrics["tokens/supervised"] + metrics["tokens/context"])
+                supervised += int(metrics["tokens/supervised"])
+            return peers.clock() - t0, tokens, supervised
+
+        return run
+
+    return {"moekit, packed, fp32": case("float32"), "moekit, packed, bf16 weights": case("bfloat16")}
