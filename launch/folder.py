@@ -28,14 +28,11 @@ from typing import Any
 from ..errors import ConfigError, MoekitError, RunExistsError, StorageError
 from .processes import host_id, is_alive
 
+# What a job writes about itself, and what the recipes in it write: all that `overwrite` may remove.
+_CONTROL = ("config.json", "call.pkl", "state.json", "ranks", "results", "errors")
 OWNED = (
-    "config.json",
-    "call.pkl",
-    "state.json",
+    *_CONTROL,
     "logs",
-    "ranks",
-    "results",
-    "errors",
     "metrics.jsonl",
     "arrays",
     "checkpoints",
@@ -126,16 +123,23 @@ def _fresh_name(function: str, runs: Path) -> str:
 
 
 def create(
-    runs: str | Path, name: str | None, function: str, overwrite: bool, config: dict[str, Any], call: bytes
+    runs: str | Path,
+    name: str | None,
+    function: str,
+    config: dict[str, Any],
+    call: bytes,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
 ) -> Path:
     """Makes the folder of a new run, whole or not at all, and returns it.
 
     Everything is written beside the final place first and then moved there, so that neither a full disk nor a crash
     leaves half a run, and `overwrite` loses nothing of the old run unless the new one is ready. Only files that
-    moekit writes are removed by `overwrite`.
+    moekit writes are removed by `overwrite`; `resume` keeps checkpoints, metrics and logs of the run before.
 
     Raises:
-        RunExistsError: the folder exists and `overwrite` is off, or the run in it is still going.
+        RunExistsError: the folder exists and both are off, or the run in it is still going.
         StorageError: it cannot be written.
     """
     runs = Path(runs).absolute()
@@ -147,10 +151,10 @@ def create(
         made = _make_folders(runs)
         while True:
             folder = runs / (name or _fresh_name(function, runs))
-            _refuse_existing(folder, overwrite)
+            _refuse_existing(folder, overwrite or resume)
             _write_new(new, config | {"name": folder.name}, call)
             try:
-                _move_into_place(new, folder, overwrite)
+                _move_into_place(new, folder, () if not (overwrite or resume) else OWNED if overwrite else _CONTROL)
                 return folder
             except RunExistsError:  # another job took the name since we looked
                 if name is not None:
@@ -209,12 +213,20 @@ def _make_folders(folder: Path) -> list[Path]:
     return made
 
 
-def _refuse_existing(folder: Path, overwrite: bool) -> None:
+def remove(folder: Path, names: tuple[str, ...] = OWNED) -> None:
+    """Removes what moekit wrote in `folder`, nothing else."""
+    for name in names:
+        old = folder / name
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+
+
+def _refuse_existing(folder: Path, allowed: bool) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
-    if not overwrite:
+    if not allowed:
         raise RunExistsError(
-            f"the run folder {folder} exists; give another name=, or overwrite=True to replace the run in it"
+            f"the run folder {folder} exists; give another name=, or overwrite=True to replace the run in it, or "
+            "resume=True to go on in it"
         )
     if (folder / "state.json").exists() and read_state(folder)["state"] not in ENDED:
         raise RunExistsError(
@@ -222,15 +234,14 @@ def _refuse_existing(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _move_into_place(new: Path, folder: Path, overwrite: bool) -> None:
-    if overwrite and folder.is_dir():
-        for name in OWNED:
-            old = folder / name
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+def _move_into_place(new: Path, folder: Path, replaced: tuple[str, ...]) -> None:
+    if replaced and folder.is_dir():
+        remove(folder, replaced)
         # state.json last: the folder is a run only when it is whole.
         for part in sorted(new.iterdir(), key=lambda path: path.name == "state.json"):
-            os.rename(part, folder / part.name)
-        new.rmdir()
+            if not (folder / part.name).exists():  # logs go on when the run goes on
+                os.rename(part, folder / part.name)
+        shutil.rmtree(new)
         return
     try:
         os.rename(new, folder)

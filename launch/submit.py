@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import ConfigError, StorageError
-from .folder import create
+from .folder import create, remove
 from .host import cpu_count, environment, port_is_free
 from .job import Job
 from .processes import stamp
@@ -44,6 +44,7 @@ def submit(
     runs: str | Path = "runs",
     detach: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     env: dict[str, str] | None = None,
     threads: int | None = None,
     timeout: float = 600.0,
@@ -67,6 +68,7 @@ def submit(
         nodes, backend: 1 and "local" are what this version has.
         name: of the run folder in `runs`; made from date, time and function when None.
         overwrite: replace the run that is in the folder (only files that moekit writes are removed).
+        resume: go on in the folder of a run that has ended, keeping its checkpoints, metrics and logs.
         env: variables for the job's processes, on top of this process's own.
         threads: CPU threads per rank; cores // nproc, at least 1, when None.
         timeout: seconds after which a collective that some rank does not join fails.
@@ -107,9 +109,10 @@ def submit(
         "command": sys.argv,
         "cwd": os.getcwd(),
         "call_bytes": len(call),
+        "resume": resume,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    folder = create(runs, name, function, overwrite, config, call)
+    folder = create(runs, name, function, config, call, overwrite=overwrite, resume=resume)
     return _start(folder, detach, environment(env, threads=threads or 1, malloc=malloc))
 
 
@@ -286,6 +289,9 @@ def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
     except OSError as error:
         if write_end >= 0:
             os.close(write_end)
+        remove(folder)
+        if not any(folder.iterdir()):
+            folder.rmdir()
         raise StorageError(f"cannot start the job in {folder}: {error}; no process was left") from error
     finally:
         if read_end >= 0:
