@@ -33,6 +33,10 @@ class RunExistsError(MoekitError, FileExistsError):
     """The run folder already holds a run; nothing was touched."""
 
 
+class RunError(MoekitError, ValueError):
+    """A run folder that is missing, is not one, or holds a broken record."""
+
+
 class StorageError(MoekitError, OSError):
     """A folder that cannot be written, or a disk that is full; nothing half-written was left behind."""
 

@@ -103,7 +103,8 @@ def step_flops(
     last_is_dense = config.layers - 1 in config.dense_layers
     at_shared = routing * n + (0 if last_is_dense else last - n)
     at_dense = dense * n + (last - n if last_is_dense else 0)
-    D, d, G, H = config.width, config.head_dim, config.kv_heads, config.heads
+    D, H = config.width, config.heads
+    d, G = config.head_dim or D // H, config.kv_heads or H
     forward_rows, backward_rows = rows if rows is not None else (work.tokens * config.top_k * routing,) * 2
     row = 6 * D * config.expert_width
     forward = {

@@ -1,0 +1,292 @@
+"""The run card: what somebody must know to compare this run with another one.
+
+Section 22.4 of the source asks a comparison to state base checkpoint, learner configuration, batch construction and
+token accounting. The card adds denominators, versions, hardware, allocator and threads, source state, time and final
+losses. It is written when a run starts, and again, with the results, when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import html
+import json
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..data.batch import CLASSES
+from ..errors import CheckpointError, RunError
+from .cost import CONVENTION
+from .machine import environment
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT = 1
+DEFINITIONS = {
+    "supervised": "positions that have a label",
+    "context": "real positions without a label: masked prompts, and the last token of a document",
+    "filtered": "positions of instances that the instance filter removed; they still route",
+    "padding": "positions of no document",
+    "routed row": "one (position, chosen expert) pair; a dispatched row entered an expert's matmul",
+    "identity": "positions x top_k = dispatched + dropped + elided, in every layer and pass",
+    "flops": CONVENTION,
+}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class RunCard:
+    """One run's card. Fields are plain dictionaries of JSON values, so that a new fact needs no new version.
+
+    >>> card = RunCard("demo", base={"preset": "tiny", "seed": 0}, objective={"name": "sft"}, environment={})
+    >>> RunCard.from_dict(json.loads(card.to_json())) == card
+    True
+    """
+
+    name: str
+    base: dict[str, Any] = field(default_factory=dict)  # base checkpoint: see `base_checkpoint`
+    model: dict[str, Any] = field(default_factory=dict)  # ModelConfig, parameter counts
+    objective: dict[str, Any] = field(default_factory=dict)  # name, denominator, constant_length
+    learner: dict[str, Any] = field(default_factory=dict)  # LearnerConfig
+    layout: dict[str, Any] = field(default_factory=dict)  # world, dp, microbatches, threads of a rank
+    batch: dict[str, Any] = field(default_factory=dict)  # data, DataConfig, rows of a step and of a microbatch, report
+    accounting: dict[str, Any] = field(default_factory=dict)  # see `token_accounting`
+    results: dict[str, Any] = field(default_factory=dict)  # losses, scores
+    environment: dict[str, Any] = field(default_factory=environment)
+    definitions: dict[str, Any] = field(default_factory=lambda: dict(DEFINITIONS))
+    started: str = field(default_factory=_now)  # ISO 8601, UTC
+    ended: str | None = None
+    seconds: float | None = None
+    format: int = FORMAT
+
+    def finish(self, metrics: pd.DataFrame, **results: Any) -> RunCard:
+        """The card at the run's end: accounting and losses from its metrics, time, and other results."""
+        ended = _now()
+        return dataclasses.replace(
+            self,
+            accounting=token_accounting(metrics),
+            results={"losses": losses(metrics), **results},
+            ended=ended,
+            seconds=(datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds(),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: tuples and paths become lists and text, non-finite numbers the text "nan", "inf", "-inf"."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunCard:
+        """Inverse of `to_dict`. Raises `RunError` for a card of another format."""
+        if values.get("format") != FORMAT or "name" not in values:
+            raise RunError(f"not a run card of format {FORMAT}: format={values.get('format')!r}; update moekit")
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def to_json(self) -> str:
+        """Strict JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def to_html(self) -> str:
+        """A small page that needs nothing else: no script, no outside file."""
+        title = html.escape(f"Run card: {self.name}")
+        body = "".join(f"<section><h2>{html.escape(t)}</h2>{_html(v)}</section>" for t, v in self._sections())
+        return (
+            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
+            f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{_STYLE}</style></head>"
+            f"<body class='moekit-card'><h1>{title}</h1>{body}</body></html>"
+        )
+
+    def _repr_html_(self) -> str:
+        body = "".join(
+            f"<details{' open' if i < 3 else ''}><summary><b>{html.escape(t)}</b></summary>{_html(v)}</details>"
+            for i, (t, v) in enumerate(self._sections())
+        )
+        return f"<div class='moekit-card'><style>{_STYLE}</style>{body}</div>"
+
+    def __repr__(self) -> str:
+        lines = [f"Run card: {self.name}"]
+        for title, values in self._sections():
+            lines += ["", title, *_text(values, 2)]
+        return "\n".join(lines)
+
+    def _sections(self) -> list[tuple[str, Any]]:
+        d = self.to_dict()
+        when = {k: d[k] for k in ("started", "ended", "seconds") if d[k] is not None}
+        titles = {"results": "Results", "accounting": "Token accounting", "base": "Base checkpoint",
+                  "objective": "Objective and denominator", "learner": "Learner", "layout": "Layout",
+                  "batch": "Batch construction", "model": "Model", "environment": "Environment",
+                  "definitions": "Definitions"}  # fmt: skip
+        sections = [(title, d[name]) for name, title in titles.items() if d[name]]
+        return [*sections[:2], ("Time", when), *sections[2:]]
+
+
+# ------------------------------------------------------------------ facts
+
+
+def hash_folder(path: str | Path) -> str:
+    """SHA-256 (hexadecimal) of a model folder's content: its config.json and all of its safetensors files.
+
+    Files are hashed one by one, in threads, and their names and digests in the order of names. The same weights cut
+    into other shards have another hash.
+
+    Raises:
+        CheckpointError: no such folder, or no safetensors file in it.
+
+    Cost: reads the folder once.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no model folder {folder}")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no .safetensors file, so there are no weights to hash")
+    if (folder / "config.json").exists():
+        files = [folder / "config.json", *files]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(_hash_file, files))
+    whole = hashlib.sha256()
+    for file, digest in zip(files, digests):
+        whole.update(f"{file.name}\0{digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def base_checkpoint(path_or_preset: str | Path, **facts: Any) -> dict[str, Any]:
+    """What the card says of the start: a folder and its content hash, or a preset (give its seed)."""
+    folder = Path(path_or_preset)
+    if folder.is_dir():
+        return {"path": str(path_or_preset), "sha256": hash_folder(folder), **facts}
+    return {"preset": str(path_or_preset), "weights": "drawn at random", **facts}
+
+
+def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
+    """A run's totals from its metrics: positions and rows by class, seconds, rates over the run, rows per supervised
+    token. Sums over the recorded steps, so a resumed run counts every step once."""
+    column = lambda name: metrics[name].dropna().to_numpy()
+    total = {n: int(column(n).sum()) for n in metrics.columns if n.startswith(("tokens/", "rows/"))}
+    get = lambda name: total.get(name, 0)
+    positions = sum(get(f"tokens/{c}") for c in CLASSES)
+    supervised = get("tokens/supervised")
+    per = lambda n: n / supervised if supervised else 0.0
+    out: dict[str, Any] = {
+        "steps": len(metrics),
+        "positions": {**{c: get(f"tokens/{c}") for c in CLASSES}, "total": positions},
+        "routed rows": {n.partition("/")[2]: v for n, v in total.items() if n.startswith("rows/")},
+        "per supervised token": {
+            "positions": per(positions),
+            "rows dispatched": per(get("rows/dispatched")),
+            **{f"rows of {c} positions": per(get(f"rows/{c}")) for c in CLASSES},
+        },
+    }
+    if "time/step_s" in metrics:
+        seconds = float(column("time/step_s").sum())
+        rate = lambda n: n / seconds if seconds > 0 else 0.0
+        out["seconds in steps"] = seconds
+        out["rates over the run"] = {
+            "supervised tokens/s": rate(supervised),
+            "tokens/s": rate(positions - get("tokens/padding")),
+            "positions/s": rate(positions),
+            "routed rows/s": rate(get("rows/dispatched")),
+        }
+    if "step/skipped" in metrics and len(column("step/skipped")):
+        out["skipped steps"] = int(column("step/skipped").max())
+    return out
+
+
+def losses(metrics: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """First, last and smallest value of every loss/... and eval/... metric, and how often it was not finite.
+
+    A learner's record (one with `step/index`) has every loss, so that a missing loss there is a NaN.
+    """
+    out = {}
+    learners = metrics["step/index"].notna() if "step/index" in metrics else None
+    for name in metrics.columns:
+        if not name.startswith(("loss/", "eval/")):
+            continue
+        column = metrics[name]
+        seen = (column[learners] if name.startswith("loss/") and learners is not None else column.dropna()).to_numpy()
+        finite = seen[np.isfinite(seen)]
+        if len(seen):
+            out[name] = {
+                "first": float(seen[0]),
+                "last": float(seen[-1]),
+                "smallest": float(finite.min()) if len(finite) else math.nan,
+                "not finite": len(seen) - len(finite),
+            }
+    return out
+
+
+# ------------------------------------------------------------------ forms
+
+_STYLE = (
+    ".moekit-card{font:14px/1.45 system-ui,sans-serif;max-width:60rem;margin:1.5rem auto;padding:0 1rem}"
+    ".moekit-card table{border-collapse:collapse;margin:.2rem 0}"
+    ".moekit-card th,.moekit-card td{text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0;"
+    "border-bottom:1px solid #8884;background:none}"
+    ".moekit-card th{font-weight:500;white-space:nowrap}.moekit-card td{font-variant-numeric:tabular-nums;"
+    "white-space:pre-wrap;overflow-wrap:anywhere}.moekit-card h1{font-size:1.4rem}"
+    ".moekit-card h2{font-size:1.05rem;margin:1.2rem 0 .3rem}"
+)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.6g}"
+    if isinstance(value, list):
+        return ", ".join(_show(v) for v in value) or "none"
+    return str(value)
+
+
+def _html(value: Any) -> str:
+    if isinstance(value, dict):
+        return (
+            "<table>"
+            + "".join(f"<tr><th>{html.escape(k)}</th><td>{_html(v)}</td></tr>" for k, v in value.items())
+            + "</table>"
+        )
+    if isinstance(value, list) and any(isinstance(v, dict) for v in value):
+        return "".join(_html(v) for v in value)
+    return html.escape(_show(value))
+
+
+def _text(value: Any, indent: int) -> list[str]:
+    lines = []
+    for name, v in value.items():
+        if isinstance(v, dict):
+            lines += [f"{' ' * indent}{name}", *_text(v, indent + 2)]
+        else:
+            shown = _show(v).replace("\n", "\n" + " " * (indent + 27))
+            lines.append(f"{' ' * indent}{name:<26} {shown}")
+    return lines

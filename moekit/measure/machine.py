@@ -1,0 +1,81 @@
+"""What a process runs on: versions, hardware, threads, allocator settings, state of the source."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
+SWITCHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD",
+            "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+            "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware, threads, allocator settings and the state of the source, of this process.
+
+    GPUs are named only where this process uses CUDA already: a notebook's own process must not start it.
+    """
+    import psutil
+
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    hardware: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "logical processors": os.cpu_count(),
+        "usable by this process": affinity,
+        "memory bytes": psutil.virtual_memory().total,
+    }
+    if torch.cuda.is_initialized():
+        hardware["GPUs"] = [
+            {"name": p.name, "memory bytes": p.total_memory, "compute capability": f"{p.major}.{p.minor}"}
+            for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        ]
+    return {
+        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))},
+                     "cuda of torch": torch.version.cuda or "none"},
+        "hardware": hardware,
+        "threads": {"torch": torch.get_num_threads(), "torch between operations": torch.get_num_interop_threads()},
+        "settings": {"deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+                     "float32 matmul precision": torch.get_float32_matmul_precision(),
+                     **{name: os.environ[name] for name in SWITCHES if name in os.environ}},
+        "allocator": "as the system gives it" if not any(s in os.environ for s in SWITCHES[:6]) else "see settings",
+        "source": {k: v for k, v in {"working folder": _git(Path.cwd()),
+                                     "moekit": _git(Path(__file__).parent)}.items() if v},
+        "command": " ".join(sys.argv)[:500],
+    }  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """Commit, and whether files differ from it; None outside of a repository or without git."""
+    try:
+        run = lambda *args: subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+        return {"commit": run("rev-parse", "HEAD"), "changed": bool(run("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
