@@ -38,7 +38,8 @@ def peak_during(work):
     return result, max(peak[0], anonymous()), samples[0]
 
 folder = sys.argv[1]
-config = ModelConfig(vocab=8192, width=1024, layers=4, heads=8, experts=8, top_k=2, expert_width=1152,
+# a fused gate_up of 151 MB: a copy of one such tensor would already be too much
+config = ModelConfig(vocab=8192, width=1024, layers=2, heads=8, experts=16, top_k=2, expert_width=1152,
                      qk_norm="full", family="olmoe")
 model = Transformer(config, seed=None)
 for p in model.parameters():
@@ -75,8 +76,8 @@ def test_extra_memory_of_export_and_load(tmp_path):
     assert sum(f.stat().st_size for f in files) >= 500 * MB
     assert len(files) > 3
     assert all(part["samples"] > 20 for part in told.values())
-    # the shards of 100 MB are written from the parameters themselves since safetensors 0.8, older versions copy one
-    assert told["export"]["grown"] < 0.2 * told["export"]["held"] + 16 * MB
+    # shards are written from the parameters themselves since safetensors 0.8, older versions copy one shard
+    assert told["export"]["grown"] < max(f.stat().st_size for f in files) + 16 * MB
     for dtype, share in (("float32", 1), ("bfloat16", 2)):
         held, grown = told[dtype]["held"], told[dtype]["grown"]
         assert held == told["export"]["held"] // share
