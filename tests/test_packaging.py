@@ -184,10 +184,11 @@ def test_import_does_without_torch(tmp_path: Path) -> None:
     assert out == "False"
 
 
+# whether Transformers takes `kernels` for installed, and which file it ran under that name (a bare folder runs none)
 TRANSFORMERS = (
     "import json, sys, transformers, transformers.utils as u\n"
-    "print(json.dumps([u.is_kernels_available(), hasattr(sys.modules.get('kernels'), '__file__') and\n"
-    "    sys.modules['kernels'].__file__, 'moekit' in sys.modules]))"
+    "found = u.is_kernels_available()\n"
+    "print(json.dumps([found, getattr(sys.modules.get('kernels'), '__file__', None), 'moekit' in sys.modules]))"
 )
 
 
