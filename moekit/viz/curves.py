@@ -21,6 +21,7 @@ DEFAULT: tuple[Panel, ...] = ("loss/sft", "rate/supervised_tokens_s", "load/max_
 POINTS = 2000  # more steps than this are thinned to the extremes of neighbours
 UNITS = {
     "loss": "nats a token",
+    "eval": "nats a token",
     "time/step_s": "seconds",
     "rate/supervised_tokens_s": "supervised tokens a second",
     "rate/tokens_s": "tokens a second",
@@ -41,7 +42,7 @@ def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, column
     Args:
         source: a Run, a run folder, a DataFrame or a dictionary of columns.
         panels: metric names; default: loss, supervised tokens a second, load.
-        smooth: steps of a trailing mean drawn over the raw line; 1 = the raw line only.
+        smooth: steps of a centred mean drawn over the raw line; 1 = the raw line only.
         columns: panels side by side; None = up to three.
 
     Raises:
@@ -113,7 +114,7 @@ def head(fig: go.Figure, index: int, metrics: Sequence[str], last: dict[str, flo
     at = 0.0
     parts = [("unit", unit, MUTED, SIZE["tick"], 22)]
     for k, name in enumerate(metrics):
-        short = name if len(metrics) == 1 else name.split("/", 1)[-1]
+        short = name if len({m.split("/")[0] for m in metrics}) > 1 or len(metrics) == 1 else name.split("/", 1)[-1]
         text = f"<b>{short}  {number(last[name])}</b>" if name in last else f"<b>{short}</b>"
         parts.append((name, text, _ink(name, k), SIZE["label"], 5))
     for key, text, colour, size, shift in parts:
@@ -143,13 +144,16 @@ def fill(fig: go.Figure, panels: Sequence[Panel], data: Sequence[tuple[np.ndarra
             known = value[~np.isnan(value)]
             if len(known):
                 last[name] = float(known[-1])
+            sparse = len(known) < max(2, 0.5 * len(value))  # recorded now and then: points, and no mean over them
+            if sparse:
+                keep = keep[~np.isnan(value[keep])]
             if smooth > 1:
                 raw = next(traces)
-                raw.x, raw.y = step[: len(value)][keep].tolist(), _gaps(value[keep])
-                value = trailing_mean(value, smooth)
+                raw.x, raw.y = ([], []) if sparse else (step[keep].tolist(), _gaps(value[keep]))
+                value = value if sparse else centred_mean(value, smooth)
             line = next(traces)
-            line.x, line.y = step[: len(value)][keep].tolist(), _gaps(value[keep])
-            line.mode = "lines+markers" if len(known) < 2 else "lines"  # a single point has no line
+            line.x, line.y = step[keep].tolist() if len(value) else [], _gaps(value[keep])
+            line.mode = "lines+markers" if sparse else "lines"
         suffix = "" if i == 0 else str(i + 1)
         head(fig, i, names(panel), last, fig.layout[f"xaxis{suffix}"].domain[0])
 
@@ -171,16 +175,17 @@ def thin(values: np.ndarray, most: int = POINTS) -> np.ndarray:
     return np.array(sorted(keep))
 
 
-def trailing_mean(values: np.ndarray, steps: int) -> np.ndarray:
-    """Mean of the last `steps` recorded values at every step; fewer at the start.
+def centred_mean(values: np.ndarray, steps: int) -> np.ndarray:
+    """Mean of the `steps` recorded values around every step; fewer at both ends.
 
-    >>> trailing_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
-    [1.0, 2.0, 4.0]
+    >>> centred_mean(np.array([1.0, 3.0, 5.0, 7.0]), 3).tolist()
+    [2.0, 3.0, 5.0, 6.0]
     """
     known = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values))])
     count = np.concatenate([[0], np.cumsum(~np.isnan(values))])
-    start = np.maximum(np.arange(len(values)) + 1 - steps, 0)
-    end = np.arange(len(values)) + 1
+    at = np.arange(len(values))
+    start = np.maximum(at - (steps - 1) // 2, 0)
+    end = np.minimum(at + steps // 2 + 1, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (known[end] - known[start]) / (count[end] - count[start])
 

@@ -82,7 +82,11 @@ def side_by_side(
             _say(fig, place, "x2", mode, "y2", number(turn) if turn > FLOOR else "same direction", True, shift=11)
         _say(fig, 0.9, "paper", mode, "y", number(reading["loss"]), True, shift=0)
     fig.add_shape(type="line", xref="x", x0=1, x1=1, yref="y domain", y0=0, y1=1, line={"color": INK, "width": 1})
-    heads = ((0.0, "gradient norm", "over exact"), (0.47, "1 − cosine", "log scale"), (0.9, "loss", "reported"))
+    heads = (
+        (0.0, "gradient norm", "over the exact norm"),
+        (0.47, "1 − cosine", "logarithmic"),
+        (0.9, "loss", "reported"),
+    )
     for x, head, note in heads:
         fig.add_annotation(x=x, xref="paper", y=1, yref="paper", yanchor="bottom", yshift=6, xanchor="left",
                            showarrow=False, text=f"<b>{head}</b>", font={"size": SIZE["label"]})  # fmt: skip
@@ -91,7 +95,7 @@ def side_by_side(
     category = {"type": "category", "autorange": "reversed", "categoryarray": modes, "categoryorder": "array",
                 "showgrid": False}  # fmt: skip
     ends = sorted({math.ceil(math.log10(floor)) + 1, -1})
-    ticks = [10.0**e for e in range(ends[0], 1, max(1, (1 - ends[0]) // 3))]
+    ticks = [10.0**e for e in range(0, ends[0] - 1, -max(1, (1 - ends[0]) // 3))]
     fig.update_layout(
         xaxis={"domain": [0, 0.4], "range": [low, high], "showline": False, "showgrid": True, "nticks": 4},
         yaxis={**category, "tickfont": {"size": SIZE["label"], "color": INK}},

@@ -160,7 +160,13 @@ def load_over_time(source: Any, quantity: str = "max_over_mean") -> go.Figure:
                                  line={"color": colour, "width": 2}))  # fmt: skip
         last = series[np.isfinite(series)]
         if len(last):
-            labels.append((float(last[-1]), f"{label} {number(float(last[-1]))}", colour))
+            labels.append(
+                (
+                    float(last[-1]),
+                    f"{label} {float(last[-1]):.2f}" if even else f"{label} {number(float(last[-1]))}",
+                    colour,
+                )
+            )
     if even is not None:
         fig.add_shape(type="line", xref="x domain", x0=0, x1=1, yref="y", y0=even, y1=even,
                       line={"color": MUTED, "width": 1, "dash": "dot"})  # fmt: skip

@@ -83,10 +83,11 @@ def bar(panel: Panel, trace: Any, colour: str, font: Any, mode: str, gap: float)
     thick = trace.marker.line.width
     style = {
         "color": rgba(colours) if isinstance(colours, str) else [rgba(c) for c in colours],
-        "edgecolor": rgba(trace.marker.line.color or PAPER),
-        "linewidth": (1 if thick is None else thick) * PX,
+        "edgecolor": rgba(trace.marker.line.color or PAPER) if thick != 0 else None,
+        "linewidth": (1 if thick is None else thick) * PX if thick != 0 else 0.7,  # bars that touch: no seam between
         "alpha": trace.opacity,
     }
+    style["edgecolor"] = style["edgecolor"] or style["color"]
     if flat:
         drawn = panel.ax.barh(place, size, height=width, left=base, **style)
     else:
