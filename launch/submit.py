@@ -7,6 +7,7 @@ import functools
 import importlib.machinery
 import importlib.metadata
 import inspect
+import io
 import json
 import linecache
 import os
@@ -19,8 +20,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
+
+import cloudpickle
 
 from ..errors import ConfigError, StorageError
 from .folder import create, remove
@@ -28,6 +31,7 @@ from .host import cpu_count, environment, port_is_free
 from .job import Job
 from .processes import stamp
 from .supervisor import python_command
+from .worker import code_with_file
 
 _LARGE_CALL = 256 << 20
 _PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
@@ -173,15 +177,13 @@ def _name_of(fn: Any) -> str:
 
 def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
     """The call as bytes: by value what ranks could not import, and what they need around it to run it alike."""
-    import cloudpickle
-
     module = inspect.getmodule(_unwrap(fn)) or inspect.getmodule(type(_unwrap(fn)))
     with ExitStack() as undo:
         if module is not None and module.__name__ != "__main__" and not _ranks_can_import(module):
             cloudpickle.register_pickle_by_value(module)
             undo.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
-            call = cloudpickle.dumps((fn, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+            call = _dumps((fn, args, kwargs))
         except Exception as error:
             raise ConfigError(
                 f"{function} and its arguments cannot be sent to other processes ({type(error).__name__}: {error}); "
@@ -202,6 +204,20 @@ def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
         },
         protocol=pickle.HIGHEST_PROTOCOL,
     )
+
+
+def _dumps(value: Any) -> bytes:
+    """cloudpickle that keeps the file name of code, so that a rank's traceback can show a cell's lines."""
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, CodeType):
+                return code_with_file, (*self.dispatch_table[CodeType](obj), obj.co_filename)
+            return super().reducer_override(obj)
+
+    with io.BytesIO() as file:
+        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
 
 
 def _ranks_can_import(module: ModuleType) -> bool:

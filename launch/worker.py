@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from ..errors import ConfigError
@@ -99,6 +101,11 @@ def _tell(folder: Path, rank: int, phase: str) -> None:
         folder / "ranks" / f"rank_{rank}.json",
         {"rank": rank, "pid": pid, "stamp": stamp(pid), "phase": phase, "time": time.time()},
     )
+
+
+def code_with_file(make: Callable[..., CodeType], parts: tuple, file: str) -> CodeType:
+    """A code object from what cloudpickle took it apart into, with the name of the file or cell that it came from."""
+    return make(*parts).replace(co_filename=file)
 
 
 def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -43,15 +43,26 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
     return bool(condition())
 
 
+@pytest.fixture(scope="module")
+def new_mark() -> Iterator[Callable[[], Marked]]:
+    made: list[Marked] = []
+
+    def make() -> Marked:
+        made.append(Marked())
+        return made[-1]
+
+    yield make
+    for mark in made:
+        for process in mark.living():  # only after a failed test
+            process.kill()
+
+
 @pytest.fixture
-def marked():
-    mark = Marked()
-    yield mark
-    for process in mark.living():  # only after a failed test
-        process.kill()
+def marked(new_mark: Callable[[], Marked]) -> Marked:
+    return new_mark()
 
 
-@pytest.fixture(name="until")
+@pytest.fixture(name="until", scope="session")
 def _until():
     return until
 
