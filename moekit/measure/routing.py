@@ -49,7 +49,8 @@ def dead_experts(count_E: Tensor) -> Tensor:
 def variation(count_E: Tensor) -> Tensor:
     """Coefficient of variation: population standard deviation of the load over its mean; 0 = even, or idle."""
     c = count_E.double()
-    return _over(c.std(-1, correction=0), c.mean(-1))
+    mean = c.mean(-1)
+    return _over((c - mean[..., None]).square().mean(-1).sqrt(), mean)
 
 
 def gini(count_E: Tensor) -> Tensor:
