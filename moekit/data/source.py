@@ -38,6 +38,7 @@ class Example:
         return f"{self.source}, {'line' if self.source.endswith(JSONL) else 'row'} {self.index}"
 
 
+CHATS = Path(__file__).with_name("chats.jsonl")  # short conversations of our own, for the demo and for trying things
 JSONL = (".jsonl", ".ndjson")
 
 

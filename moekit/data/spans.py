@@ -11,7 +11,7 @@ kept in the last turn only, a beginning-of-text token), so spans are derived fro
 2. *One placeholder.* If not (the template looks into the texts), each assistant message alone is replaced. What comes
    before and after the placeholder must be what the full rendering begins and ends with; the span is the rest.
 3. *Prefix differences.* The rendering up to the turn, with generation prompt, and the rendering that ends with the
-   turn must both be prefixes of the full rendering; the span lies between.
+   turn must both be prefixes of the full rendering; the span lies between. There must be a generation prompt.
 
 Where none of them can be proved, `Unproved` says why.
 """
@@ -130,15 +130,22 @@ class Template:
         return Skeleton(literals, slots, begin, tail, tuple(sorted(unseen)))
 
     def _after_header(self, gap: str, messages: list[Message], at: int) -> int:
-        """Where the generation prompt ends in `gap`, the template's text before message `at`; its end if not there."""
+        """How much of `gap`, the template's text before message `at`, is given: up to where a model would start.
+
+        That is behind the generation prompt. Where the gap does not have it, the text itself is where the turn
+        begins; but a template without one may leave white space to the model, behind all that the prompt ends with.
+        """
         before = messages[:at] or [{"role": "user", "content": "x"}]
         try:
             plain, prompted = self.text(before), self.text(before, prompt=True)
         except Refused:
             return len(gap)
         header = prompted[len(plain) :] if prompted.startswith(plain) else ""
-        found = gap.rfind(header)
-        return found + len(header) if header and found >= 0 else len(gap)
+        if header:
+            found = gap.rfind(header)
+            return found + len(header) if found >= 0 else len(gap)
+        bare = len(gap.rstrip())
+        return next((k for k in range(len(gap), max(bare, 1) - 1, -1) if at and plain.endswith(gap[:k])), len(gap))
 
     def _closing(self, after: str, messages: list[Message], at: int) -> int:
         """How much of `after`, the text behind message `at`, closes the turn: what also closes it as the last."""
@@ -201,9 +208,11 @@ class Template:
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:at], prompt=True) if at else ""
+            if not at:
+                raise Unproved("the assistant has the first message, so nothing shows where its turn begins")
+            plain, before = self.text(messages[:at]), self.text(messages[:at], prompt=True)
             through = self.text(messages[: at + 1])
-            if not at or not full.startswith(through) or not through.startswith(before):
+            if not full.startswith(through) or not through.startswith(before) or before == plain:
                 raise Unproved(f"the rendering up to message {at} is not a prefix of the full rendering")
             found[at] = len(before), len(before) + self._trim(through[len(before) :])
         return found

@@ -1,0 +1,108 @@
+"""Reasoning-gym tasks as chats: a question, its answer, and the task's own scorer.
+
+Training and held-out questions are told apart by a hash of the question's text, so that they are disjoint whatever
+the sizes and seeds, also where a task has few different questions. reasoning-gym comes with the `rl` extra.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from typing import Any, Literal
+
+from ..errors import BackendError, DataError
+
+HELD_OUT_SHARE = 5  # one question in five is held out
+
+# Settings under which a model of a few million parameters, trained for minutes on a CPU, gets somewhere: short
+# prompts, short answers. Tasks that are not listed have reasoning-gym's own defaults.
+SMALL: dict[str, dict[str, Any]] = {
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 30},
+    "count_bits": {"min_n": 1, "max_n": 1023},
+    "letter_counting": {"min_words": 1, "max_words": 2},
+    "spell_backward": {"min_word_len": 3, "max_word_len": 4},
+    "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 9},
+    "calendar_arithmetic": {"tasks": ["is_leap_year"], "leap_year_range": 900},
+}
+
+
+def make_task(
+    name: str, split: Literal["train", "heldout"], size: int, seed: int = 0, **settings: Any
+) -> list[dict[str, Any]]:
+    """Items of a task, all with different questions, as chats that `moekit.data.dataset.build` takes.
+
+    Args:
+        name: a reasoning-gym task; `SMALL` lists those that suit a small model.
+        split: "train" or "heldout"; no question is in both.
+        size: how many items.
+        seed: which ones; the same seed and settings give the same items.
+        settings: reasoning-gym's settings of the task, on top of `SMALL[name]`.
+
+    Returns:
+        `size` dictionaries with `messages` (user: the question, assistant: the answer), and for `score`: `task`,
+        `settings`, `entry` (question, answer and metadata as reasoning-gym made them).
+
+    Raises:
+        BackendError: reasoning-gym is not installed.
+        DataError: no such task or setting, or it has fewer different questions than asked for.
+    """
+    if split not in ("train", "heldout"):
+        raise DataError(f"split={split!r} is not 'train' or 'heldout'")
+    if size < 1:
+        raise DataError(f"size={size} must be at least 1")
+    settings = {**SMALL.get(name, {}), **settings}
+    generated = _generator(name, 100 * size + 10_000, seed, settings)
+    items: dict[str, dict[str, Any]] = {}
+    new = at = 0
+    while at < len(generated) and at - new < 2000 + 10 * len(items):  # so long without a new one: there are no more
+        entry, at = generated[at], at + 1
+        question, answer = entry["question"].strip(), entry["answer"]
+        held_out = zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
+        if held_out != (split == "heldout") or question in items:
+            continue
+        if not isinstance(answer, str):
+            raise DataError(f"task {name!r} gives no answer to learn from for the question {question[:80]!r}")
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        items[question] = {"messages": messages, "task": name, "settings": settings, "entry": entry}
+        new = at
+        if len(items) == size:
+            return list(items.values())
+    raise DataError(
+        f"task {name!r} with {settings or 'default settings'} gave {len(items)} different {split} questions in {at} "
+        f"tries, {size} were asked for; ask for at most {len(items)}, or widen its settings"
+    )
+
+
+def score(item: dict[str, Any], answer: str) -> float:
+    """How good `answer` is for an item of `make_task`, from 0 to 1, by reasoning-gym's own scorer of the task.
+
+    White space around the answer is taken off first. A scorer may give part of a point, for example for an answer
+    that holds the right one among other text; 1.0 means right.
+    """
+    key = item["task"], repr(item["settings"])
+    if key not in _SCORERS:
+        _SCORERS[key] = _generator(item["task"], 1, 0, item["settings"]).score_answer
+    return float(_SCORERS[key](answer.strip(), item["entry"]))
+
+
+_SCORERS: dict[tuple[str, str], Any] = {}
+
+
+def _generator(name: str, size: int, seed: int, settings: dict[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as problem:
+        raise BackendError(
+            f"tasks need reasoning-gym, which cannot be imported ({problem}); install the rl extra: "
+            "pip install 'moekit[rl]'"
+        ) from None
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
+        raise DataError(f"reasoning-gym has no task {name!r}; close: {', '.join(close) or 'none'}")
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
+    except (TypeError, AssertionError, ValueError) as problem:
+        raise DataError(f"task {name!r} refuses the settings {settings}: {problem}") from None
