@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, StorageError
 from .families import FAMILIES, Family
-from .huggingface import CONFIG, INDEX, SINGLE, check_parameters, check_tokenizer
+from .huggingface import CONFIG, INDEX, SINGLE, check_parameters, check_tokenizer, read_json
 from .names import Naming, Piece, pieces
 from .save import new_folder
 
@@ -81,8 +82,8 @@ def write(
     if tokenizer is not None:
         check_tokenizer(config, tokenizer)
     path = Path(path).expanduser().resolve()
-    if overwrite and path.exists() and not (path / CONFIG).is_file():
-        raise CheckpointError(f"{path} is not a Hugging Face folder (it has no {CONFIG}), so it is not overwritten")
+    if overwrite and path.exists() and not ((path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)):
+        raise CheckpointError(f"{path} has no {CONFIG} of a Hugging Face model, so it is not overwritten")
     size = {p.name: math.prod(p.shape) * parameters[p.parameter].element_size() for p in table}
     _check_room(path, sum(size.values()))
     shards = _shards(table, size, max_shard_bytes)
@@ -199,8 +200,10 @@ def _cannot_hold(config: ModelConfig, family: Family) -> list[str]:
 
 
 def _part(parameter: Tensor, piece: Piece) -> Tensor:
-    # contiguous because safetensors writes memory as it lies, not as a view's strides say
-    return parameter.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).cpu().contiguous()
+    part = parameter.detach().reshape(-1)[piece.start : piece.stop].view(piece.shape).cpu()
+    # safetensors writes memory as it lies. Of a parameter that lies otherwise, reshape has made a copy of the whole:
+    # the clone lets go of it
+    return part if parameter.is_contiguous() else part.clone()
 
 
 def _shards(table: list[Piece], size: dict[str, int], limit: int) -> list[list[Piece]]:
@@ -222,7 +225,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _check_room(path: Path, need: int) -> None:
-    parent = next(p for p in path.parents if p.exists())
+    parent = next(p for p in path.parents if os.path.exists(p))
     free = shutil.disk_usage(parent).free
     if need > free:
         raise StorageError(f"{path} needs {need:,} bytes and {parent} has {free:,} free; nothing was written")

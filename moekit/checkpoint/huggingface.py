@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, NumericsError
-from .families import config_from_hf, family_of
+from .families import Family, config_from_hf, family_of
 from .names import Piece, pieces, spellings
 
 CONFIG = "config.json"
@@ -43,7 +43,7 @@ class Stored:
 def read_config(path: str | Path) -> ModelConfig:
     """The `ModelConfig` of a Hugging Face folder. See `families.config_from_hf` for what is refused."""
     file = _folder(path) / CONFIG
-    return config_from_hf(_json(file), str(file))
+    return config_from_hf(read_json(file), str(file))
 
 
 def stored_tensors(path: str | Path) -> dict[str, Stored]:
@@ -60,7 +60,7 @@ def stored_tensors(path: str | Path) -> dict[str, Stored]:
     if single.exists():
         files, listed = [single], None
     elif index.exists():
-        listed = _json(index).get("weight_map")
+        listed = read_json(index).get("weight_map")
         shards = sorted(set(listed.values())) if isinstance(listed, dict) else []
         if not shards or any(shard != Path(shard).name for shard in shards):
             raise CheckpointError(f"{index} has no usable weight_map of tensor names to files of this folder")
@@ -116,7 +116,7 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
     Cost: reads each byte once. Extra memory: a slice at most, mapped from the file.
     """
     folder = _folder(path)
-    family = family_of(_json(folder / CONFIG), str(folder / CONFIG))
+    family = family_of(read_json(folder / CONFIG), str(folder / CONFIG))
     stored = stored_tensors(folder)
     plan = _plan(model.config, family, stored)  # type: ignore[arg-type]
     parameters = check_parameters(model, list(plan.values()))
@@ -133,12 +133,13 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Any) -> None:
-    """Raise `ConfigError` if `tokenizer` can produce an id that the model has no row for.
+    """Raise an error if `tokenizer` can produce an id that the model has no row for.
 
     Args:
         config: of the model. A vocabulary larger than the tokenizer's is fine: many are padded.
         tokenizer: a Transformers tokenizer, or a folder that holds one.
     Raises:
+        ConfigError: it can; both numbers are named.
         CheckpointError: the folder holds no tokenizer.
     """
     if isinstance(tokenizer, (str, Path)):
@@ -154,7 +155,7 @@ def check_tokenizer(config: ModelConfig, tokenizer: Any) -> None:
 
 def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
     """The model's parameters by name, each of them covered exactly by `table`. Raises `CheckpointError` if not."""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     covered: dict[str, int] = {}
     for piece in sorted(table, key=lambda p: (p.parameter, p.start)):
         if piece.start != covered.setdefault(piece.parameter, 0):
@@ -175,7 +176,7 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
     return parameters
 
 
-def _plan(config: ModelConfig, family, stored: dict[str, Stored]) -> dict[str, Piece]:
+def _plan(config: ModelConfig, family: Family, stored: dict[str, Stored]) -> dict[str, Piece]:
     """Which stored tensor goes where, by its name in the folder. Raises one error with all that does not fit."""
 
     def find(piece: Piece) -> str | None:
@@ -244,7 +245,10 @@ def _tokenizer_of(folder: Path) -> Any:
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # noqa: BLE001 (the library raises nothing narrower)
+            raise CheckpointError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from None
     from transformers import AutoTokenizer  # slow to import, and only older tokenizers need it
 
     return AutoTokenizer.from_pretrained(str(folder))
@@ -257,13 +261,16 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`; `CheckpointError` if there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} is not a Hugging Face folder: it has no {file.name}") from None
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
     return values

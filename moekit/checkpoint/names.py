@@ -34,6 +34,7 @@ class Piece:
 
     @property
     def stop(self) -> int:
+        """End of the run in the flat parameter, exclusive."""
         return self.start + math.prod(self.shape)
 
 

@@ -46,12 +46,8 @@ def load(
     ...     load(f"{folder}/model", dtype="bfloat16").embed.weight.dtype
     torch.bfloat16
     """
-    if isinstance(dtype, str):
-        dtype = _DTYPES.get(dtype, dtype)  # type: ignore[arg-type]
-    if dtype is not None and dtype not in _DTYPES.values():
-        raise ConfigError(f"dtype={dtype} is not one of {', '.join(_DTYPES)}")
     config = huggingface.read_config(path)
-    model = Transformer(config, dtype=dtype or huggingface.stored_dtype(path), device=device, seed=None)
+    model = Transformer(config, dtype=_dtype(dtype) or huggingface.stored_dtype(path), device=device, seed=None)
     huggingface.load_into(model, path, allow_nonfinite=allow_nonfinite)
     return model
 
@@ -93,3 +89,12 @@ def export(
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
     )
+
+
+def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    if asked is None:
+        return None
+    name = str(asked).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={asked} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]

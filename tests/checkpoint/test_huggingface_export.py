@@ -80,6 +80,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     assert not (tmp_path / "model").exists()
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         export(small(), tmp_path / "model", tmp_path)
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="tokenizer.json is not a tokenizer"):
+        export(small(), tmp_path / "model", tmp_path / "words")
 
 
 def test_an_existing_folder_is_kept_unless_overwrite(tmp_path):
@@ -98,9 +101,13 @@ def test_an_existing_folder_is_kept_unless_overwrite(tmp_path):
 def test_overwrite_replaces_hugging_face_folders_only(tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
-    with pytest.raises(CheckpointError, match="no config.json.*not overwritten"):
+    with pytest.raises(CheckpointError, match="no config.json of a Hugging Face model.*not overwritten"):
         export(small(), tmp_path / "thesis", overwrite=True)
     assert contents(tmp_path) == {"thesis/chapter1.tex": b"precious"}
+    (tmp_path / "thesis" / "config.json").write_text('{"lr": 0.1}')  # as in a run folder
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        export(small(), tmp_path / "thesis", overwrite=True)
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
 
 
 def test_a_failure_half_way_leaves_nothing_new_and_the_old(tmp_path):
