@@ -215,12 +215,12 @@ def losses(metrics: pd.DataFrame) -> dict[str, dict[str, float]]:
     A learner's record (one with `step/index`) has every loss, so that a missing loss there is a NaN.
     """
     out = {}
-    learners = metrics["step/index"].notna() if "step/index" in metrics else None
+    learners = np.asarray(metrics["step/index"].notna()) if "step/index" in metrics else None
     for name in metrics.columns:
         if not name.startswith(("loss/", "eval/")):
             continue
-        column = metrics[name]
-        seen = (column[learners] if name.startswith("loss/") and learners is not None else column.dropna()).to_numpy()
+        column = np.asarray(metrics[name], dtype=float)
+        seen = column[learners if name.startswith("loss/") and learners is not None else ~np.isnan(column)]
         finite = seen[np.isfinite(seen)]
         if len(seen):
             out[name] = {

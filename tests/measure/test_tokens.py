@@ -1,5 +1,8 @@
 """Row counters against counts by hand, against the recorded routes, and over processes."""
 
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# (pandas annotates a column as anything that a column can be)
+
 from __future__ import annotations
 
 import os
