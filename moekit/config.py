@@ -92,8 +92,8 @@ class ModelConfig(Config):
     experts: int  # E, routed
     top_k: int  # K, routed experts per token
     expert_width: int  # F, hidden width of one routed expert
-    kv_heads: int | None = None  # grouped-query attention; None = heads
-    head_dim: int | None = None  # None = width / heads
+    kv_heads: int = None  # type: ignore[assignment]  # grouped-query attention; None = heads
+    head_dim: int = None  # type: ignore[assignment]  # None = width / heads
     dense_layers: tuple[int, ...] = ()  # layer indices whose feed-forward is dense
     dense_width: int = 0  # hidden width of those
     shared_width: int = 0  # hidden width of the always-on shared expert; 0 = none

@@ -45,7 +45,7 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         StorageError: the place cannot be written or the disk is full. Nothing half-written stays.
     """
     path = Path(path)
-    if path.exists() and not overwrite:
+    if os.path.exists(path) and not overwrite:  # an unreadable parent shows below, as StorageError
         raise CheckpointError(f"{path} exists already; choose another folder or pass overwrite=True")
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:

@@ -8,7 +8,8 @@ from ..errors import ConfigError
 PRESETS: dict[str, ModelConfig] = {
     # For tests and notebooks: a step takes milliseconds on a laptop.
     "tiny": ModelConfig(
-        vocab=512, width=64, layers=2, heads=4, kv_heads=2, experts=8, top_k=2, expert_width=32, max_positions=1024
+        vocab=512, width=64, layers=2, heads=4, kv_heads=2, experts=8, top_k=2, expert_width=32, max_positions=1024,
+        normalize_gates=True, family="mixtral",
     ),
     # What `make demo` trains: learns small tasks within minutes on two cores.
     "demo": ModelConfig(
@@ -26,7 +27,7 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "Mixtral-8x7B": ModelConfig(
         vocab=32000, width=4096, layers=32, heads=32, kv_heads=8, experts=8, top_k=2, expert_width=14336,
-        max_positions=32768, gate="topk_softmax", rope_theta=1e6, family="mixtral",
+        max_positions=32768, normalize_gates=True, rope_theta=1e6, family="mixtral",
     ),
 }  # fmt: skip
 
