@@ -127,11 +127,11 @@ def counts(source: Any, step: int | None = None, scope: str = "all") -> tuple[np
 
 def _recorded(run: Any, step: int | None) -> tuple[np.ndarray, list[str], str]:
     """The policy's decisions in the forward pass of a run: [L, C, E] of one step, or their mean over all."""
+    if f"{ARRAY}/decided" not in run.array_names:
+        raise DataError(f"{run.folder.name} has no per-layer arrays ({ARRAY}/decided), so expert load cannot be drawn")
     found = run.arrays(f"{ARRAY}/decided", None if step is None else [step])
     if not len(found.values):
-        raise DataError(
-            f"step {step} has no arrays in {run.folder}" if step is not None else f"{run.folder}: no arrays"
-        )
+        raise DataError(f"{run.folder.name} has no arrays of step {step}")
     when = f"step {step}" if step is not None else f"mean of {len(found.steps)} steps"
     layers = run.arrays("policy/layers").values[0]
     return np.asarray(found.values, dtype=float).mean(axis=0), [str(int(i)) for i in layers], when

@@ -116,8 +116,7 @@ def heatmap(panel: Panel, trace: Any, font: Any) -> Any:
         reach = max(high - trace.zmid, trace.zmid - low)
         low, high = trace.zmid - reach, trace.zmid + reach
     stops = [(stop, rgba(c)) for stop, c in trace.colorscale or DIVERGING]
-    colours = LinearSegmentedColormap.from_list("moekit", stops)
-    colours.set_bad(GRID)
+    colours = LinearSegmentedColormap.from_list("moekit", stops).with_extremes(bad=GRID)
     gap = float(trace.xgap or 0) * PX
     mesh = panel.ax.pcolormesh(
         edges(x), edges(y), z, cmap=colours, norm=Normalize(low, high), edgecolors=PAPER if gap else "none",
