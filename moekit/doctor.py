@@ -122,7 +122,7 @@ def _versions(found: Report) -> list[tuple[str, str]]:
         required = _required()
         rows.append(("moekit", f"{importlib.metadata.version('moekit')} in {Path(__file__).parent}"))
     except importlib.metadata.PackageNotFoundError:
-        required = dict.fromkeys(("torch", "numpy", "transformers", "safetensors", "cloudpickle"), "")
+        required = {name: "" for name in ("torch", "numpy", "transformers", "safetensors", "cloudpickle")}
         found.warnings.append("moekit is not installed, only on the path: run `pip install -e .` for worker processes")
     for name in [*required, *(n for n in TESTED if n not in required)]:
         tested = TESTED.get(name)
