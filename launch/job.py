@@ -75,15 +75,17 @@ class Job:
 
     @property
     def name(self) -> str:
+        """Name of the run folder."""
         return self.folder.name
 
     @property
     def nproc(self) -> int:
+        """Ranks of the job."""
         return self.config["nproc"]
 
     def _read(self) -> dict[str, Any]:
         if self._last.get("state") not in ENDED:
-            self._last = read_state(self.folder)
+            self._last = read_state(self.folder, gone=self._over.is_set())
         return self._last
 
     @property
@@ -108,6 +110,7 @@ class Job:
 
     @property
     def supervisor_pid(self) -> int | None:
+        """Process that watches over the ranks; None before it has told its id."""
         return self._read()["pids"]["supervisor"]
 
     @property

@@ -126,6 +126,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def signal_name(number: int) -> str:
+    """SIGKILL for 9; the number itself when it names no signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -287,6 +287,8 @@ def public_without_docstring(path: str, source: str) -> list[str]:
                 continue
             if node.name.startswith("_") or (prefix and node.name in given):
                 continue
+            if any(ast.unparse(d).endswith(".setter") for d in node.decorator_list):  # its getter explains it
+                continue
             if ast.get_docstring(node) is None:
                 wrong.append(f"{path}:{node.lineno} {prefix}{node.name} has no docstring")
             if isinstance(node, ast.ClassDef):

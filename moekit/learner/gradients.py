@@ -33,6 +33,7 @@ class Span:
 
     @property
     def stop(self) -> int:
+        """One past the last place."""
         return self.start + self.shape.numel()
 
 
