@@ -1,1 +1,1 @@
-"""One readable training loop each, as functions of a config."""
+"""Recipes: one readable loop each, functions of a config that run on one process or many."""

@@ -1,0 +1,263 @@
+"""Before the first step: what a recipe checks and makes, so that bad input is one clear error on every rank.
+
+The order matters. First everything that costs nothing (paths, shapes, lengths, room on the disk), then the data, then
+the weights, and only then is anything written. Nothing of an earlier run is removed before the new one is known to
+start.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import errors
+from ..checkpoint.export import choose_family
+from ..checkpoint.huggingface import check_tokenizer, read_config
+from ..checkpoint.save import latest, read_manifest, retain
+from ..config import ModelConfig, SFTConfig
+from ..data.chat import load_tokenizer
+from ..data.stream import RowStream
+from ..errors import CheckpointError, ConfigError, DataError, RunExistsError, StorageError
+from ..launch.folder import OWNED
+from ..launch.worker import Here
+from ..learner.learner import Learner
+from ..learner.mesh import World
+from ..learner.weights import load
+from ..model.presets import PRESETS, parameter_counts, preset
+from ..model.transformer import Transformer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+CHECKPOINTS = "checkpoints"
+EXPORT = "export"
+# what may differ when a run is resumed: none of it changes a step that both would take
+FREE = ("steps", "out", "microbatch_rows", "save_every", "keep_checkpoints", "export", "overwrite", "resume")
+_MARKS = ("metrics.jsonl", "state.json", "card.json")  # a folder that holds one of them is a run
+
+Value = TypeVar("Value")
+
+
+# ------------------------------------------------------------------ all ranks alike
+
+
+def patient(world: World) -> World:
+    """The same ranks with collectives that wait for a day: rank 0 may tokenize or write for long."""
+    if world.size == 1:
+        return world
+    return World(world.rank, world.size, dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+
+
+@contextmanager
+def together(world: World) -> Iterator[None]:
+    """Run a block on every rank; if it raises on any, it raises on all, with the same message.
+
+    Without this the other ranks would wait for ever in their next collective. No collective may be inside the block.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as e:  # noqa: BLE001 (whatever it is, the other ranks must learn of it)
+        error = e
+    if world.size > 1:
+        told: list[tuple[str, str] | None] = [None] * world.size
+        dist.all_gather_object(told, (type(error).__name__, str(error)) if error else None, group=world.group)
+        for rank, problem in enumerate(told):
+            if problem and error is None:
+                kind = getattr(errors, problem[0], errors.MoekitError)
+                error = kind(problem[1] if kind is not errors.MoekitError else f"rank {rank}: {': '.join(problem)}")
+    if error is not None:
+        raise error
+
+
+def share(world: World, value: Value) -> Value:
+    """Rank 0's `value`, on every rank."""
+    if world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=world.group)
+    return box[0]
+
+
+# ------------------------------------------------------------------ the run folder
+
+
+def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
+    """Where the run goes: the launcher's folder, `config.out`, or a new one under runs/. Looks, and writes nothing.
+
+    Raises:
+        ConfigError: the launcher and `config.out` name two folders.
+        RunExistsError: the folder holds something, and neither `overwrite` nor `resume` says what to do with it.
+        CheckpointError: `resume` without a checkpoint.
+        StorageError: it cannot be written.
+    """
+    if here.folder is not None:
+        if config.out is not None and Path(config.out).resolve() != here.folder.resolve():
+            raise ConfigError(
+                f"out={config.out!r}, but this job's run folder is {here.folder}: leave out=None and name the job, as "
+                f"in moekit.submit(train, config, name={Path(config.out).name!r})"
+            )
+        folder = here.folder
+    else:
+        folder = Path(config.out) if config.out is not None else _fresh(recipe)
+        _look(folder, config)
+    if config.resume and not any((folder / CHECKPOINTS).glob("step_*")):
+        raise CheckpointError(f"nothing to resume: {folder / CHECKPOINTS} holds no checkpoint; start without resume")
+    return folder
+
+
+def _fresh(recipe: str) -> Path:
+    base, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}", 1
+    name = base
+    while (Path("runs") / name).exists():
+        number += 1
+        name = f"{base}-{number}"
+    return Path("runs") / name
+
+
+def _look(folder: Path, config: SFTConfig) -> None:
+    if config.overwrite and config.resume:
+        raise ConfigError("overwrite=True would delete the run that resume=True is to continue; choose one")
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"out={str(folder)!r} is a file; give the name of a folder")
+    if folder.exists() and any(folder.iterdir()):
+        if not (config.overwrite or config.resume):
+            raise RunExistsError(
+                f"the run folder {folder} exists; give another one, resume=True to go on in it, or overwrite=True to "
+                "replace the run in it"
+            )
+        if not any((folder / mark).exists() for mark in _MARKS):
+            raise RunExistsError(
+                f"{folder} holds something that is not a run; nothing was touched, give another folder"
+            )
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    probe = place / f".moekit-{time.time_ns()}"
+    try:  # permission bits do not tell: not root's, not a read-only disk's
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the run folder {folder}: {error.strerror} ({place}); nothing was started, give a folder "
+            "that can be written"
+        ) from None
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier run left in a folder, and nothing else that is in it."""
+    for name in OWNED:
+        old = folder / name
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+
+
+def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
+    """Raise `StorageError` if the disk has no room for the checkpoints and the export that the run will write."""
+    total = parameter_counts(shape)["total"]
+    wide = max(4, DTYPES[config.learner.dtype].itemsize)
+    saves = 1 if config.save_every is None else min(config.keep_checkpoints + 1, 1 + config.steps // config.save_every)
+    need = total * (3 * wide * saves + DTYPES[config.learner.dtype].itemsize * config.export)  # master and two moments
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise StorageError(
+            f"the disk at {place} has {free / 1e9:.2f} GB free, {saves} checkpoints and the export of this run take "
+            f"{need / 1e9:.2f} GB; free some space, give another out=, or keep fewer checkpoints"
+        )
+
+
+# ------------------------------------------------------------------ model and tokenizer
+
+
+def tokenizer_folder(config: SFTConfig) -> str:
+    """The folder whose tokenizer the run uses."""
+    if config.tokenizer is not None:
+        return config.tokenizer
+    if not Path(config.model).is_dir() and config.model in PRESETS:
+        raise ConfigError(f"the preset {config.model!r} has no tokenizer; give tokenizer= the folder of one")
+    return config.model
+
+
+def model_shape(name: str, tokenizer: Any = None) -> ModelConfig:
+    """The shape of a Hugging Face folder, or of a preset with the tokenizer's special ids. Reads no weights.
+
+    Raises:
+        ConfigError: neither a folder nor a preset.
+        CheckpointError: a folder that is not a model moekit reads.
+    """
+    if Path(name).is_dir():
+        return read_config(name)
+    if name not in PRESETS:
+        raise ConfigError(f"model={name!r} is neither a folder nor a preset; presets: {', '.join(PRESETS)}")
+    ids = {f"{which}_id": getattr(tokenizer, f"{which}_token_id", None) for which in ("bos", "eos", "pad")}
+    return replace(preset(name), **ids)
+
+
+def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
+    """Everything that can be known without reading data or weights: (run folder, shape, tokenizer)."""
+    folder = run_folder(config, here)
+    if isinstance(config.data, str) and not Path(config.data).exists():
+        raise DataError(f"no such file or folder: {config.data} (the data to train on)")
+    model_shape(config.model)  # a wrong name is said before the tokenizer is looked for
+    tokenizer = load_tokenizer(tokenizer_folder(config))
+    shape = model_shape(config.model, tokenizer)
+    check_tokenizer(shape, tokenizer)
+    if config.rows.length > shape.max_positions:
+        raise ConfigError(
+            f"rows of length={config.rows.length} are longer than the {shape.max_positions} positions of the model "
+            f"{config.model!r}; set length to at most {shape.max_positions}"
+        )
+    if config.export:
+        choose_family(shape)
+    check_room(folder, shape, config)
+    return folder, shape, tokenizer
+
+
+def make_model(config: SFTConfig, shape: ModelConfig, device: str) -> Transformer:
+    """The weights of the folder, or of a preset drawn from the seed; NaN and infinity are refused."""
+    dtype = DTYPES[config.learner.dtype]
+    if Path(config.model).is_dir():
+        return load(config.model, dtype=dtype, device=device)
+    return Transformer(shape, dtype=dtype, device=device, seed=config.seed)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def save(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig, done: int) -> None:
+    """Write ``checkpoints/step_<done>``: the learner, the data position and the config. Old ones go."""
+    extra = {"done": done, "stream": stream.state(), "config": config.to_dict()}
+    learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True)
+    if learner.world.rank == 0:
+        retain(folder / CHECKPOINTS, config.keep_checkpoints)
+
+
+def restore(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig) -> int:
+    """Continue from the newest checkpoint: weights, moments, random state, data position. Returns the steps done.
+
+    Raises:
+        ConfigError: a setting that would make it another run, with its old and new value.
+        CheckpointError, DataError: a broken checkpoint, or other data.
+    """
+    found = latest(folder / CHECKPOINTS)
+    assert found is not None  # run_folder has looked
+    extra = read_manifest(found)["extra"]
+    saved = SFTConfig.from_dict(extra["config"])
+    old, new = replace(saved, **{name: getattr(config, name) for name in FREE}).to_dict(), config.to_dict()
+    told = [f"{name} was {old[name]!r}, is {new[name]!r}" for name in old if old[name] != new[name]]
+    if told:
+        raise ConfigError(f"resume continues the same run, but {'; '.join(told)}. For other settings start a new run")
+    if extra["done"] > config.steps:
+        raise ConfigError(f"{found} is {extra['done']} steps on, but steps={config.steps}; ask for more, or a new run")
+    learner.restore(found)
+    stream.restore(extra["stream"])
+    return extra["done"]
