@@ -71,8 +71,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
     """state.json, with a job whose supervisor died silently turned into a failed one.
+
+    Args:
+        gone: the caller knows that the supervisor has ended.
 
     Raises:
         ConfigError: `folder` holds no run.
@@ -83,7 +86,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = read_json(folder / "state.json")
     if state is None:
         raise ConfigError(f"no run at {folder} (no readable state.json); give the folder of a run, such as runs/<name>")
-    if state["state"] in ENDED or not _supervisor_is_lost(folder, state):
+    if state["state"] in ENDED or not (gone or _supervisor_is_lost(folder, state)):
         return state
     again = read_json(folder / "state.json")  # it may have written its last word between our two looks
     if again is not None and again["state"] in ENDED:
@@ -93,7 +96,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         "state": "failed",
         "ended": time.time(),
         "reason": f"lost: the supervisor (process {pid} on {state['host']}) ended without recording how the job went; "
-        "it was killed, or the machine went down",
+        "it was killed, could not start, or the machine went down",
     }
     try:
         write_json(folder / "state.json", state)

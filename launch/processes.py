@@ -126,7 +126,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; the number itself when it names no signal."""
+    """`SIGKILL` for 9; `signal 99` for a number without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

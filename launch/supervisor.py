@@ -35,10 +35,11 @@ _POLL_S = 0.1
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """A fresh interpreter that runs `main` of moekit.launch.`module`, wherever this moekit was imported from."""
-    root = str(Path(sys.modules["moekit"].__path__[0]).parent)
-    # -P and append: the working folder must not shadow anything (it may hold a folder called `kernels`).
-    code = f"import sys; sys.path.append({root!r}); from moekit.launch.{module} import main; main()"
+    """A fresh interpreter that runs `main` of moekit.launch.`module`, out of the very moekit that runs here."""
+    root = str(Path(sys.modules["moekit"].__path__[0]).absolute().parent)
+    # -P and del: neither the working folder nor ours may shadow anything (they may hold a folder called `kernels`).
+    code = f"import sys; sys.path.insert(0, {root!r}); import moekit; del sys.path[0]; "
+    code += f"from moekit.launch.{module} import main; main()"
     return [sys.executable, "-P", "-c", code, *arguments]
 
 

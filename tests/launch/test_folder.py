@@ -105,9 +105,9 @@ def test_overwrite_refuses_a_run_that_is_going(runs: Path) -> None:
     folder = make(runs)
     me = os.getpid()
     set_state(folder, state="running", pids={"supervisor": me, "ranks": []}, stamps={str(me): stamp(me)})
-    for how in ({"overwrite": True}, {"resume": True}):
+    for how in ("overwrite", "resume"):
         with pytest.raises(RunExistsError, match="still going"):
-            make(runs, call=b"new", **how)
+            make(runs, "run", b"new", **{how: True})
     assert (folder / "call.pkl").read_bytes() == b"call"
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from moekit.launch.processes import descendants, is_alive, kill_descendants, signal_name, stamp
 
 
@@ -58,6 +60,32 @@ def test_kill_descendants_leaves_nothing_below() -> None:
     assert not any(is_alive(*one) for one in below)
     top.kill()
     top.wait()
+
+
+CHILD = """
+import os, sys, time
+from moekit.launch import processes
+if sys.argv[1] == "watch":
+    processes._prctl = lambda *arguments: False  # as on a system that has no such call
+processes.die_with_parent(os.getppid())
+print(os.getpid(), processes.stamp(os.getpid()), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["ask", "watch"])
+def test_a_process_dies_with_its_parent(how: str) -> None:
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], start_new_session=True)"
+    parent = subprocess.Popen([sys.executable, "-c", start, CHILD, how], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid, start = parent.stdout.readline().split()
+    assert is_alive(int(pid), start)
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 10
+    while is_alive(int(pid), start) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_alive(int(pid), start)
 
 
 def test_signal_names() -> None:

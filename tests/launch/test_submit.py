@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from moekit.config import SFTConfig
-from moekit.errors import ConfigError, StorageError
+from moekit.errors import ConfigError, JobError, StorageError
 from moekit.launch import submit as submit_module
 from moekit.launch.submit import _describe, _name_of, _pack, _ranks_can_import, submit
 
@@ -97,6 +97,14 @@ def test_a_process_that_cannot_start_leaves_no_run(runs: Path, monkeypatch: pyte
     with pytest.raises(StorageError, match="cannot start"):
         submit(nothing, runs=runs)
     assert not list(runs.iterdir())
+
+
+def test_an_interpreter_that_breaks_at_once_is_a_failed_job_at_once(runs: Path) -> None:
+    job = submit(nothing, runs=runs, env={"PYTHONHOME": "/nowhere"})
+    with pytest.raises(
+        JobError, match=r"failed: lost: (?s:.*)The last lines of the supervisor's log:\n(?s:.*)encodings"
+    ):
+        job.result(20)
 
 
 @dataclasses.dataclass
