@@ -120,12 +120,16 @@ def test_metrics_come_from_whatever_holds_them() -> None:
 
 
 def test_curves_label_the_exact_last_value_and_show_rare_metrics_as_points() -> None:
-    loss = np.linspace(3, 1, 50)
-    run = {"step": np.arange(50), "loss/sft": loss, "eval/sft": [2.0 if i % 10 == 9 else None for i in range(50)]}
+    loss, rare_values = np.linspace(3, 1, 50), {9: 2.0, 19: 2.5, 29: 2.0, 39: 1.5, 49: 1.0}
+    run = {"step": np.arange(50), "loss/sft": loss, "eval/sft": [rare_values.get(i) for i in range(50)]}
     fig = curves.curves(run, ("loss/sft", "eval/sft"), smooth=5)
     raw, smooth, _, rare = fig.data
     assert list(raw.y) == loss.tolist() and np.allclose(smooth.y[2:-2], loss[2:-2])  # the mean of a line is the line
-    assert list(rare.x) == [9, 19, 29, 39, 49] and rare.mode == "lines+markers"
+    assert (
+        list(rare.x) == [9, 19, 29, 39, 49]
+        and list(rare.y) == [2.0, 2.5, 2.0, 1.5, 1.0]
+        and rare.mode == "lines+markers"
+    )
     assert "<b>loss/sft  1</b>" in [n.text for n in fig.layout.annotations]
     long = curves.curves({"loss/sft": np.r_[np.zeros(5000), 7.0, np.zeros(5000)]}, "loss/sft")
     assert len(long.data[0].y) <= 4000 and max(long.data[0].y) == 7.0  # thinned, and the spike is there

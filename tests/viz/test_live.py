@@ -44,6 +44,22 @@ def test_it_follows_to_the_exact_end(tmp_path: Path) -> None:
     assert "299" in repr(shown)
 
 
+def test_a_record_written_just_before_the_end_is_not_missed(tmp_path: Path) -> None:
+    """The state is read before the metrics: whatever was written before the run ended is then there."""
+    with RunWriter(tmp_path) as writer:
+        writer.write(0, {"loss/sft": 2.0})
+
+        class Job:
+            folder = tmp_path
+
+            @property
+            def state(self) -> str:
+                writer.write(1, {"loss/sft": 1.0})
+                return "finished"
+
+        assert live(Job(), "loss/sft").figure.data[0].y == (2.0, 1.0)
+
+
 def test_close_takes_what_is_there_and_ends_the_thread(tmp_path: Path) -> None:
     before = threading.active_count()
     with RunWriter(tmp_path) as writer:

@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_stands_alone_and_has_the_numbers(tmp_path: Path) -> None:
-    folder = record(tmp_path / "my run <1>")
+    folder = record(tmp_path / "my <b>run")
     (folder / "denominators.json").write_text(json.dumps(READINGS))
     path = write_report(folder)
     assert path == folder / "report.html"
@@ -80,7 +80,7 @@ def test_the_page_stands_alone_and_has_the_numbers(tmp_path: Path) -> None:
     assert len(source) < 1_500_000
     text = " ".join(" ".join(page.text).split())
     for said in (
-        "my run <1>",
+        "my <b>run",
         "SFT · from tiny · 2 processes · 5 steps",
         "loss/sft went from 3 to 1 nats a token over 5 steps",
         "One supervised token took 12 routed rows : 4 supervised, 8 context. Another 40 rows were elided",

@@ -108,6 +108,14 @@ def test_heatmap_cells_scale_and_gaps() -> None:
     assert len(drawn.axes) == 2, "a colour bar"
 
 
+def test_numbers_on_a_category_axis_stand_in_order_of_appearance() -> None:
+    fig = go.Figure(go.Bar(x=[30, 10, 20], y=[1, 2, 3]))
+    fig.update_xaxes(type="category")
+    ax = static.to_matplotlib(fig).axes[0]
+    assert [b.get_x() + b.get_width() / 2 for b in ax.patches] == [0, 1, 2]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["30", "10", "20"]
+
+
 def test_log_axes_shapes_and_notes_stand_where_plotly_puts_them() -> None:
     fig = theme.figure("t")
     fig.add_scatter(x=[1, 100], y=[0, 1], mode="markers")
