@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import BackendError, ConfigError
-from .kernels import ragged, reference
+from .kernels import elementwise, ragged, reference
 from .kernels.permute import Sorted, sort_rows
 
 __all__ = ["GradSlot", "Sorted", "backend", "explain", "moe_ffn", "rms_norm", "rope", "set_backend", "sort_rows",
@@ -100,8 +99,8 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
-    return reference.rms_norm(x, weight, eps) if _plain() else F.rms_norm(x, weight.shape, weight, eps)
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, the mean in float32 at least."""
+    return reference.rms_norm(x, weight, eps) if _plain() else elementwise.RMSNorm.apply(x, weight, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -110,9 +109,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
     >>> round(swiglu(torch.tensor([1.0, 2.0])).item(), 6)
     1.462117
     """
-    return reference.swiglu(gate_up)
+    return reference.swiglu(gate_up) if _plain() else elementwise.SwiGLU.apply(gate_up)
 
 
 def rope(q_NHd: Tensor, k_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of queries and keys; cos and sin are [N, d/2], pairs are (i, i + d/2)."""
-    return reference.rope(q_NHd, cos_Nd, sin_Nd), reference.rope(k_NHd, cos_Nd, sin_Nd)
+    form = reference.rope if _plain() else elementwise.Rope.apply
+    return form(q_NHd, cos_Nd, sin_Nd), form(k_NHd, cos_Nd, sin_Nd)
