@@ -229,8 +229,8 @@ def evaluate(
     text aside.
 
     Returns:
-        `score` (mean, 0 to 1), `exact` (share of items with score 1), `items`, `tasks` (name -> score) and `answers`
-        (question, wanted, answer and score of each item).
+        `score` (mean, 0 to 1), `exact` (share of items with score 1), `items`, `tasks` (the same three for each task)
+        and `answers` (question, wanted, answer and score of each item).
 
     Raises:
         DataError: no items, or one whose last message is not the assistant's.
@@ -250,14 +250,16 @@ def evaluate(
         points = score(item, answer) if "entry" in item else float(answer.strip() == wanted.strip())
         answers.append({"question": chat[-2]["content"], "wanted": wanted, "answer": answer, "score": points})
         tasks.setdefault(item.get("task", "chats"), []).append(points)
-    points = [a["score"] for a in answers]
     return {
-        "score": sum(points) / len(points),
-        "exact": sum(p == 1.0 for p in points) / len(points),
-        "items": len(points),
-        "tasks": {name: sum(p) / len(p) for name, p in sorted(tasks.items())},
+        **_sums([a["score"] for a in answers]),
+        "tasks": {name: _sums(points) for name, points in sorted(tasks.items())},
         "answers": answers,
     }
+
+
+def _sums(points: list[float]) -> dict[str, Any]:
+    n = len(points)
+    return {"score": sum(points) / n, "exact": sum(p == 1.0 for p in points) / n, "items": n}
 
 
 @torch.no_grad()

@@ -1,0 +1,331 @@
+"""`moekit ...`: the recipes from a shell. A thin layer; everything it does is a function that a notebook can call.
+
+Exit status: 0 fine; 2 bad usage or bad input, said in one line; 1 a job that failed on its way; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from . import __version__, errors
+from .config import (
+    DataConfig,
+    Denominator,
+    Dtype,
+    Elide,
+    FilterConfig,
+    Granularity,
+    LearnerConfig,
+    OverLong,
+    RouterLossConfig,
+    RowKind,
+    Schedule,
+    SFTConfig,
+)
+from .errors import JobError, MoekitError
+
+EPILOG = """\
+examples:
+  moekit demo                                           two minutes that show everything
+  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
+  moekit generate --model runs/first --prompt "What is 3 + 4?"
+
+`moekit COMMAND --help` explains each. A line of chats.jsonl is {"messages": [{"role": "user", "content": "..."},
+{"role": "assistant", "content": "..."}]}; {"prompt": "...", "completion": "..."} works as well.
+"""
+
+SFT_EPILOG = """\
+examples:
+  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
+  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first --steps 200 --resume
+  moekit sft --model tiny --tokenizer path/to/tokenizer --data chats.jsonl --steps 20     a small random model
+
+Everything about the run is in its folder: metrics.jsonl, logs/, checkpoints/, export/ (a Hugging Face folder),
+card.html (what a comparison must state). `moekit report RUN` draws it; moekit.open_run(RUN) reads it in a notebook.
+"""
+
+GENERATE_EPILOG = """\
+examples:
+  moekit generate --model runs/first --prompt "What is 3 + 4?" --max-new-tokens 32
+  moekit generate --model path/to/olmoe --data questions.jsonl --json --temperature 0.8 --seed 1
+"""
+
+EVALUATE_EPILOG = """\
+examples:
+  moekit evaluate --model runs/first --data held_out.jsonl
+  moekit evaluate --model runs/first --task spell_backward --items 50
+"""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Examples as they are written, and the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default is argparse.SUPPRESS:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    whole = argparse.ArgumentParser(
+        "moekit", description="Post-training of sparse mixture-of-experts language models.", epilog=EPILOG,
+        formatter_class=_Help,
+    )  # fmt: skip
+    whole.add_argument("--version", action="version", version=f"moekit {__version__}")
+    commands = whole.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], short: str, use: str, epilog: str = "") -> Any:
+        p = commands.add_parser(
+            name, help=short, description=f"{short[:1].upper()}{short[1:]}.", epilog=epilog, formatter_class=_Help,
+            usage=f"moekit {name} {use}",
+        )  # fmt: skip
+        p.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        p.set_defaults(run=run)
+        return p
+
+    _sft_options(command("sft", _sft, "fine-tune a model on chats, on one process or many",
+                         "--model MODEL --data DATA [--out RUN] [--nproc N] [options]", SFT_EPILOG))  # fmt: skip
+    _generate_options(command("generate", _generate, "let a model answer prompts",
+                              "--model MODEL --prompt TEXT [options]", GENERATE_EPILOG))  # fmt: skip
+    _evaluate_options(command("evaluate", _evaluate, "score a model on held-out chats",
+                              "--model MODEL (--data DATA | --task TASK) [options]", EVALUATE_EPILOG))  # fmt: skip
+    p = command("report", _report, "draw a run as one HTML page in its folder", "RUN [--interactive]")
+    p.add_argument("run_folder", metavar="RUN", help="a run folder, such as runs/first")
+    p.add_argument("--interactive", action="store_true", help="figures that zoom; the page grows by 5 MB")
+    p = command("doctor", _doctor, "say what this machine has and what will run on it", "[--runs RUNS]")
+    p.add_argument("--runs", default="runs", help="the folder of the runs to list")
+    p = command("demo", _demo, "train a tiny mixture of experts on two processes, in about two minutes, and show it",
+                "[--out RUN] [--nproc N] [--steps N]")  # fmt: skip
+    p.add_argument("--out", default="runs/demo", help="run folder; one that an earlier demo made is replaced")
+    p.add_argument("--nproc", type=int, default=2, help="processes")
+    p.add_argument("--steps", type=int, default=None, help="optimizer steps (default: what takes about 90 seconds)")
+    return whole
+
+
+def _sft_options(p: argparse.ArgumentParser) -> None:
+    d, learner, rows = SFTConfig("", ""), LearnerConfig(), DataConfig()
+    g = p.add_argument_group("model and data")
+    g.add_argument("--model", required=True, help="a Hugging Face folder (OLMoE, Qwen3-MoE, Mixtral), or a preset")
+    g.add_argument("--data", required=True, help="chats: a .jsonl or .parquet file, or a folder of `datasets`")
+    g.add_argument("--tokenizer", help="a tokenizer folder with a chat template (default: the model's)")
+    g.add_argument("--supervise", choices=("response", "all"), default=rows.supervise,
+                   help="learn the assistant's turns only, or every token")  # fmt: skip
+    g = p.add_argument_group("run")
+    g.add_argument("--out", help="run folder (default: a new one under runs/)")
+    g.add_argument("--nproc", type=int, default=1, help="processes, one GPU each where there are GPUs")
+    g.add_argument("--threads", type=int, help="CPU threads of a process (default: cores / nproc)")
+    g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    g.add_argument("--detach", action="store_true", help="start and return; the job outlives this shell")
+    g.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    g.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    g = p.add_argument_group("training")
+    g.add_argument("--steps", type=int, default=d.steps, help="optimizer steps")
+    g.add_argument("--batch-rows", type=int, default=d.batch_rows, help="rows of one step, over all processes")
+    g.add_argument("--microbatch-rows", type=int, default=d.microbatch_rows, help="rows of one forward pass")
+    g.add_argument("--lr", type=float, default=learner.lr, help="peak learning rate")
+    g.add_argument("--schedule", choices=get_args(Schedule), default=learner.schedule, help="of the learning rate")
+    g.add_argument("--warmup-steps", type=int, default=learner.warmup_steps, help="linear warm-up")
+    g.add_argument("--weight-decay", type=float, default=learner.weight_decay, help="of matrices")
+    g.add_argument("--clip-norm", type=float, default=learner.clip_norm, help="largest gradient norm; 0 = no limit")
+    g.add_argument("--dtype", choices=get_args(Dtype), default=learner.dtype, help="of the weights")
+    g.add_argument("--seed", type=int, default=d.seed, help="of the order of rows, and of a preset's weights")
+    g = p.add_argument_group("rows")
+    g.add_argument("--rows", choices=get_args(RowKind), default=rows.rows, help="how conversations become rows")
+    g.add_argument("--length", type=int, default=rows.length, help="tokens of a row")
+    g.add_argument("--over-long", choices=get_args(OverLong), default=rows.over_long,
+                   help="what happens to conversations longer than a row")  # fmt: skip
+    g.add_argument("--filter", action="store_true", help="remove instances in which a short pattern repeats on and on")
+    g = p.add_argument_group("loss")
+    g.add_argument("--denominator", choices=get_args(Denominator), default=d.denominator,
+                   help="what the sum of token losses is divided by; global_tokens is exact for any cut")  # fmt: skip
+    g.add_argument("--constant-length", type=int, help="tokens of a sequence, for --denominator constant")
+    g.add_argument("--balance", type=float, default=learner.router.balance, help="coefficient of the load-balance loss")
+    g.add_argument("--z-loss", type=float, default=learner.router.z, help="coefficient of the router z-loss")
+    g.add_argument("--granularity", choices=get_args(Granularity), default=learner.router.granularity,
+                   help="over what the balance loss pools its statistics")  # fmt: skip
+    g.add_argument("--elide", choices=get_args(Elide), default=learner.elide,
+                   help="expert rows that are skipped because they cannot reach the loss")  # fmt: skip
+    g = p.add_argument_group("checkpoints")
+    g.add_argument("--save-every", type=int, help="steps between checkpoints (default: only the last)")
+    g.add_argument("--keep-checkpoints", type=int, default=d.keep_checkpoints, help="how many stay")
+    g.add_argument("--no-export", action="store_true", help="do not write a Hugging Face folder at the end")
+
+
+def _model_options(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("model")
+    g.add_argument("--model", required=True, help="a Hugging Face folder, a checkpoint, or a run folder")
+    g.add_argument("--tokenizer", help="a tokenizer folder with a chat template (default: the model's)")
+    g.add_argument("--dtype", choices=get_args(Dtype), help="of the weights (default: as stored)")
+    g.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1, ...")
+
+
+def _answer_options(p: argparse.ArgumentParser, most: int) -> None:
+    g = p.add_argument_group("answers")
+    g.add_argument("--max-new-tokens", type=int, default=most, help="the most tokens of an answer")
+    g.add_argument("--temperature", type=float, default=0.0, help="0 = always the most likely token")
+    g.add_argument("--seed", type=int, default=0, help="of the sampling")
+    g.add_argument("--batch", type=int, default=32, help="prompts answered together")
+
+
+def _generate_options(p: argparse.ArgumentParser) -> None:
+    _model_options(p)
+    g = p.add_argument_group("prompts")
+    g.add_argument("--prompt", action="append", default=[], help="a user's message; may be given several times")
+    g.add_argument("--data", help="chats to answer, as for `moekit sft`; their last answer is left out")
+    g.add_argument("--system", help="a system message to begin with")
+    g.add_argument("--json", action="store_true", help="one JSON object a line: messages and answer")
+    _answer_options(p, 128)
+
+
+def _evaluate_options(p: argparse.ArgumentParser) -> None:
+    _model_options(p)
+    g = p.add_argument_group("questions")
+    g.add_argument("--data", help="held-out chats, as for `moekit sft`; the last answer of each is the right one")
+    g.add_argument("--task", help="held-out questions of a reasoning-gym task instead")
+    g.add_argument("--items", type=int, help="at most so many (default: all of --data, 100 of --task)")
+    g.add_argument("--show", type=int, default=3, help="answers to print")
+    g.add_argument("--json", action="store_true", help="everything as one JSON object")
+    _answer_options(p, 64)
+
+
+# ------------------------------------------------------------------ commands
+
+
+def _sft(o: argparse.Namespace) -> int:
+    if o.resume and not o.out:
+        raise errors.ConfigError("--resume needs --out, the folder of the run to go on with")
+    config = SFTConfig(
+        model=o.model, data=o.data, tokenizer=o.tokenizer, steps=o.steps, batch_rows=o.batch_rows,
+        microbatch_rows=o.microbatch_rows, seed=o.seed, denominator=o.denominator, constant_length=o.constant_length,
+        learner=LearnerConfig(
+            lr=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, weight_decay=o.weight_decay,
+            total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None, dtype=o.dtype,
+            router=RouterLossConfig(balance=o.balance, z=o.z_loss, granularity=o.granularity), elide=o.elide,
+        ),
+        rows=DataConfig(length=o.length, rows=o.rows, over_long=o.over_long, supervise=o.supervise, seed=o.seed,
+                        filter=FilterConfig() if o.filter else None),
+        save_every=o.save_every, keep_checkpoints=o.keep_checkpoints, export=not o.no_export,
+        overwrite=o.overwrite, resume=o.resume,
+    )  # fmt: skip
+    from .recipes.job import run_sft, table
+
+    summary, job = run_sft(config, out=o.out, nproc=o.nproc, threads=o.threads, device=o.device, detach=o.detach)
+    if summary is None:
+        print(f"started {job.folder}; moekit.attach({str(job.folder)!r}) follows, stops or reads it")
+        return 0
+    print(table(summary))
+    return 0
+
+
+def _generate(o: argparse.Namespace) -> int:
+    from .recipes.evaluate import generate, open_model, read_items
+
+    if not o.prompt and not o.data:
+        raise errors.ConfigError("nothing to answer: give --prompt or --data")
+    chats: list[list[dict[str, Any]]] = [[{"role": "user", "content": p}] for p in o.prompt]
+    for item in read_items(o.data) if o.data else []:
+        messages = item["messages"]
+        chats.append(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+    model, tokenizer = open_model(o.model, o.tokenizer, dtype=o.dtype, device=o.device)
+    answers = generate(
+        model, tokenizer, chats, system=o.system, max_new_tokens=o.max_new_tokens, temperature=o.temperature,
+        seed=o.seed, batch=o.batch,
+    )  # fmt: skip
+    for chat, answer in zip(chats, answers):
+        if o.json:
+            print(json.dumps({"messages": chat, "answer": answer}, ensure_ascii=False))
+        elif len(chats) == 1:
+            print(answer)
+        else:
+            print(f"> {chat[-1]['content']}\n{answer}\n")
+    return 0
+
+
+def _evaluate(o: argparse.Namespace) -> int:
+    from .data.tasks import make_task
+    from .recipes.evaluate import evaluate, open_model, read_items
+    from .recipes.job import table
+    from .viz.progress import Progress
+
+    if bool(o.data) == bool(o.task):
+        raise errors.ConfigError("give either --data, a file of held-out chats, or --task, the name of a task")
+    items = read_items(o.data)[: o.items] if o.data else make_task(o.task, "heldout", o.items or 100)
+    model, tokenizer = open_model(o.model, o.tokenizer, dtype=o.dtype, device=o.device)
+    with Progress(len(items), "answered", stream=sys.stderr, mode=_mode(sys.stderr)) as progress:
+        found = evaluate(
+            model, tokenizer, items, max_new_tokens=o.max_new_tokens, temperature=o.temperature, seed=o.seed,
+            batch=o.batch, told=lambda done, total: progress.update(done),
+        )  # fmt: skip
+    if o.json:
+        print(json.dumps(found, ensure_ascii=False))
+        return 0
+    for a in found["answers"][: o.show]:
+        print(f"> {a['question']}\n{a['answer']}\n  wanted: {a['wanted']}  score: {a['score']:g}\n")
+    told = {"items": found["items"], "right": f"{found['exact']:.1%}", "mean score": f"{found['score']:.3f}"}
+    if len(found["tasks"]) > 1:
+        told |= {f"  {name}": f"{t['exact']:.1%} of {t['items']} right" for name, t in found["tasks"].items()}
+    print(table(told))
+    return 0
+
+
+def _report(o: argparse.Namespace) -> int:
+    from .viz.report import write_report
+
+    print(write_report(o.run_folder, interactive=o.interactive))
+    return 0
+
+
+def _doctor(o: argparse.Namespace) -> int:
+    from .doctor import report
+
+    found = report(o.runs)
+    print(found)
+    return found.exit_code
+
+
+def _demo(o: argparse.Namespace) -> int:
+    from .recipes.demo import demo
+
+    demo(o.out, nproc=o.nproc, steps=o.steps)
+    return 0
+
+
+def _mode(stream: Any) -> str:
+    return "terminal" if stream.isatty() else "log"
+
+
+# ------------------------------------------------------------------ the way out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status (bad usage exits with 2 from argparse)."""
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    options = parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("\nmoekit: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `moekit ... | head`: nobody reads on, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MoekitError as error:
+        if options.debug:
+            traceback.print_exc()
+        lines = str(error).splitlines() or [type(error).__name__]
+        print(f"moekit: error: {lines[0] if not options.debug else error}", file=sys.stderr)
+        if isinstance(error, JobError) and len(lines) > 1 and not options.debug:
+            print(f"moekit: {lines[-1]} (--debug shows the traceback)", file=sys.stderr)
+        return 1 if isinstance(error, JobError) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""A recipe as a job that a person watches: checked first, submitted, followed with one progress line, then a table."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .. import errors
+from ..config import SFTConfig
+from ..errors import ConfigError, JobError, MoekitError
+from ..launch.folder import read_json
+from ..launch.job import Job
+from ..launch.submit import submit
+from ..launch.worker import Here
+from ..viz.progress import Progress
+from . import setup
+from .sft import train
+
+LOOK_S = 0.2
+
+
+def run_sft(
+    config: SFTConfig, *, out: str | None = None, nproc: int = 1, detach: bool = False, **how: Any
+) -> tuple[dict[str, Any] | None, Job]:
+    """Submit `train(config)`, follow it, and return (its summary, the job); no summary with `detach`.
+
+    Input that can be seen to be bad is refused before a process starts; where a rank finds it, the folder that was
+    made for this run goes again. Interrupting stops the job.
+
+    Args:
+        config: with `out=None`; the run folder is `out`.
+        out: run folder; None = a new one under runs/.
+        how: `threads`, `device`, `malloc`, ...: see `moekit.submit`.
+
+    Raises:
+        MoekitError: of the kind that `train` raised, if it was the input's fault.
+        JobError: the job failed otherwise.
+    """
+    if nproc < 1:
+        raise ConfigError(f"nproc={nproc} must be at least 1")
+    folder, _, _ = setup.check(replace(config, out=out), Here(0, 1, 0, "cpu", None))
+    existed = folder.exists() and any(folder.iterdir())
+    if folder.exists() and not existed:
+        folder.rmdir()  # the launcher makes its folder itself
+    job = submit(train, replace(config, overwrite=False), nproc=nproc, detach=detach, overwrite=config.overwrite,
+                 resume=config.resume, name=folder.resolve().name, runs=folder.resolve().parent, **how)  # fmt: skip
+    if detach:
+        return None, job
+    try:
+        follow(job, config.steps)
+        return job.result()[0], job
+    except KeyboardInterrupt:
+        print(f"\nstopping {job.folder}", flush=True)
+        job.stop()
+        raise
+    except JobError as error:
+        found = input_error(job, error)
+        if found is None:
+            raise
+        if not existed and not (job.folder / "metrics.jsonl").exists():
+            shutil.rmtree(job.folder, ignore_errors=True)  # nothing but the call that could not work
+        raise found from error
+
+
+def follow(job: Job, steps: int) -> None:
+    """Wait for the end of a job, with one line that says how far it is."""
+    known = len(job.metrics())  # of the run before, where this one goes on
+    print(f"run folder {job.folder}, {job.nproc} process{'es' if job.nproc > 1 else ''} starting", flush=True)
+    while not job.done and len(job.metrics()) == known:
+        job.wait(LOOK_S)
+    if len(job.metrics()) == known:
+        return
+    with Progress(steps, "step") as progress:  # counted from here, so that the time left is that of the steps
+        while True:
+            over = job.done  # before reading, so that the last record is not missed
+            last = job.metrics()[-1]
+            facts = {"loss": last.get("loss/sft"), "supervised_tokens/s": last.get("rate/supervised_tokens_s")}
+            progress.update(last["step"] + 1, **{name: value for name, value in facts.items() if value is not None})
+            if over:
+                return
+            job.wait(LOOK_S)
+
+
+def input_error(job: Job, error: JobError) -> MoekitError | None:
+    """What the failing rank raised, as an error of its own kind, if the input was to blame; else None."""
+    rank = error.rank
+    told = read_json(job.folder / "errors" / f"rank_{rank}.json") if rank is not None else None
+    kind = getattr(errors, (told or {}).get("type", ""), None)
+    if told is None or not (isinstance(kind, type) and issubclass(kind, MoekitError)) or kind is JobError:
+        return None
+    return kind(told["message"])
+
+
+def table(values: Mapping[str, Any]) -> str:
+    """Names and values in two columns.
+
+    >>> print(table({"steps": 1200, "loss": 0.25}))
+    steps  1,200
+    loss   0.25
+    """
+    width = max(map(len, values), default=0)
+    return "\n".join(f"{name:<{width}}  {_show(value)}" for name, value in values.items())
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 10_000 else (
+        f"{value:,.0f}" if isinstance(value, float) else str(value)
+    )  # fmt: skip
