@@ -28,7 +28,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *, min_frequency: int = 0) -> Any:
     """Train a byte-level BPE tokenizer and save it as a Hugging Face folder; returns it.
 
     Every byte has a token, so any text can be encoded and decoded again. Digits stay single tokens: a small model
@@ -38,6 +38,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
         texts: what to learn the merges from.
         vocab_size: at least 262 (256 bytes and 6 special tokens); fewer come out if the texts have no more merges.
         folder: made if need be; usable with `AutoTokenizer.from_pretrained`.
+        min_frequency: pairs that occur more rarely are not merged. A high one merges the words that every text repeats
+            and leaves rare words in letters, which a small model needs to spell.
 
     Raises:
         DataError: the vocabulary is too small, or there is no text.
@@ -61,6 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        min_frequency=min_frequency,
         special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
