@@ -51,9 +51,9 @@ class Measures:
         for (name, shape), part in zip(self.shapes.items(), parts):
             setattr(self, name, part.view(shape))
 
-    def to(self, device: torch.device | str) -> Measures:
-        """Move in place; nothing to do if it is there already."""
-        if self.buffer.device != torch.device(device):
+    def follow(self, device: torch.device) -> Measures:
+        """Move from the CPU to the device of the first event from elsewhere, and stay there. Returns self."""
+        if self.buffer.device.type == "cpu" and device.type != "cpu":
             self._bind(self.buffer.to(device))
         return self
 

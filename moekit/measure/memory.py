@@ -91,7 +91,7 @@ def saved_bytes(model: nn.Module | None = None, depth: int | None = None) -> Ite
         source = t._base if t._base is not None else t
         if not isinstance(source, nn.Parameter) and StorageWeakRef(t.untyped_storage()).cdata not in excluded:
             saved._count(t)
-        return t.detach()  # returning t itself would tie an output to its own graph: a reference cycle
+        return t.detach()  # not t: torch forbids a reference to its input, which can be a cycle
 
     with ExitStack() as stack:
         if model is not None and depth is not None:

@@ -116,7 +116,8 @@ class RowCounter:
             )
         training = self.pass_name == "forward" and torch.is_grad_enabled()
         return [
-            self._make(name).to(device) for name in ((self.pass_name, "backward") if training else (self.pass_name,))
+            self._make(name).follow(device)
+            for name in ((self.pass_name, "backward") if training else (self.pass_name,))
         ]
 
     def _at(self, layer: int) -> int:
@@ -133,8 +134,8 @@ class RowCounter:
         saved_NC = one_NC * (flat.share_N - 1)[:, None]
         pairs = attention_pairs(flat)
         for m in self._open(n.device):
-            m.positions_C += one_NC.sum(0)
-            m.shared_C += saved_NC.sum(0)
+            m.positions_C += one_NC.sum(0).to(m.buffer.device)
+            m.shared_C += saved_NC.sum(0).to(m.buffer.device)
             m.pairs += pairs
 
     def layer(self, layer: int, decided_CE: Tensor, dispatched_CE: Tensor, elided_C: Tensor, dropped_C: Tensor) -> None:
@@ -149,7 +150,7 @@ class RowCounter:
 
     def backward(self, layer: int, dispatched_CE: Tensor) -> None:
         """Count the rows of one layer's backward, [C, E] int64; called from inside the backward."""
-        self._make("backward").to(dispatched_CE.device).dispatched_LCE[self._at(layer)] += dispatched_CE
+        self._make("backward").follow(dispatched_CE.device).dispatched_LCE[self._at(layer)] += dispatched_CE
 
     def skip(self, flats: Iterable[Flat]) -> None:
         """Count microbatches of a step that was not run, because nothing in it could be learned: all rows elided."""

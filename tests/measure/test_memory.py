@@ -85,6 +85,20 @@ def test_model_by_module(small):
     assert "bytes saved" in repr(whole) and torch.equal(out.logprob_M, again.logprob_M)
 
 
+def test_buffers_and_detached_weights_of_the_model_are_left_out():
+    """x * buffer saves the buffer and x; x * weight.detach() saves the weight's storage: neither is an activation."""
+    made = nn.Module()
+    made.weight = nn.Parameter(torch.ones(50))
+    made.register_buffer("scale", torch.full((50,), 2.0))
+    x = torch.ones(50, requires_grad=True)
+    with saved_bytes(made) as saved:
+        y = x * made.scale + x * made.weight.detach()
+    assert saved.bytes == 0
+    with saved_bytes() as saved:
+        z = x * made.scale + x * made.weight.detach()
+    assert saved.bytes == 400 and torch.equal(y, z)
+
+
 def test_eliding_padding_saves_memory(small):
     """The baseline keeps expert activations of padding: 9 of 40 positions here."""
     made, flat = small.model(), small.batch().flat

@@ -161,6 +161,29 @@ def test_passes_are_kept_apart(small):
         counter.decided(1)
 
 
+def test_a_forward_without_gradients_expects_no_backward(small):
+    """Scoring under no_grad beside a training forward: the backward's identity holds for the latter's rows alone."""
+    counter, flat, _ = run(small)
+    with torch.no_grad():
+        counter.positions(flat)
+        small.model()(flat, observer=counter)
+    counter.check()
+    assert counter.metrics()["rows/dispatched"] == 2 * counter.metrics()["rows/backward"]
+
+
+def test_load_is_the_routers_decision_and_rows_are_what_ran():
+    """4 supervised positions choose experts 0, 0, 0, 1; two of expert 0's rows are over capacity and dropped."""
+    counter = RowCounter(1, 2, top_k=1)
+    counter.positions(Batch.make(torch.zeros(1, 5, dtype=torch.long)).flat)  # 4 supervised, 1 context (the last)
+    decided = torch.tensor([[3, 1], [0, 1], [0, 0], [0, 0]])
+    ran = torch.tensor([[1, 1], [0, 1], [0, 0], [0, 0]])
+    counter.layer(0, decided, ran, torch.zeros(4, dtype=torch.long), torch.tensor([2, 0, 0, 0]))
+    counter.check()
+    got = counter.metrics()
+    assert (got["rows/dispatched"], got["rows/dropped"], got["rows/supervised"]) == (3, 2, 2)
+    assert got["load/max_over_mean"] == 3 * 2 / 5 and got["load_supervised/max_over_mean"] == 3 * 2 / 4
+
+
 def test_decided_in_scope():
     counter = filled()
     assert counter.decided(0, "all").tolist() == [7, 12, 1]
@@ -245,6 +268,30 @@ def test_attention_pairs_against_the_definition(seed):
             s, p = segment[row, t], parent[row, t]
             want += sum(int(s >= 0 and segment[row, j] in ((s, p) if p >= 0 else (s,))) for j in range(t + 1))
     assert attention_pairs(made.flat) == want
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_counting_reads_nothing_to_the_host_on_a_gpu(small):
+    """Events of a step on CUDA, with torch told to raise on any synchronization; same counts as on the CPU."""
+    flat, want = small.batch().flat, RowCounter.of(small.config)
+    counter, here = RowCounter.of(small.config), flat.to("cuda")
+    rows = torch.arange(20).view(4, 5)
+    none = torch.zeros(4, dtype=torch.long)
+    rows_there, none_there = rows.cuda(), none.cuda()
+    counter.positions(here)  # the first event moves the buffers
+    counter.layer(0, rows_there, rows_there, none_there, none_there)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        counter.reset()
+        counter.positions(here)
+        counter.layer(2, rows_there, rows_there, none_there, none_there)
+        counter.backward(2, rows_there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want.positions(flat)
+    want.layer(2, rows, rows, none, none)
+    want.backward(2, rows)
+    assert counter.metrics() == want.metrics()
 
 
 WORKER = """
