@@ -244,7 +244,7 @@ def _positions(segment: Tensor, parent: Tensor) -> Tensor:
         width = segment.shape[1]
         size = {(int(place[a]) // width, int(segment.reshape(-1)[place[a]])): int(n) for a, n in zip(start, length)}
         for at in np.nonzero(up >= 0)[0]:
-            out[at] += size[(at // width, int(up[at]))]
+            out[at] += size[(int(at) // width, int(up[at]))]
     return torch.from_numpy(out).view_as(segment)
 
 

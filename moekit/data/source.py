@@ -199,6 +199,7 @@ def _open_folder(path: Path) -> Iterable[Any]:
         ) from None
     if isinstance(found, Mapping):
         if len(found) != 1:
-            raise DataError(f"{path} holds the splits {', '.join(found)}; give one, as in {path / next(iter(found))}")
+            names = [str(name) for name in found]
+            raise DataError(f"{path} holds the splits {', '.join(names)}; give one, as in {path / names[0]}")
         return next(iter(found.values()))
     return found

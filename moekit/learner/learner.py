@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.save import open_state, write_state
-from ..config import LearnerConfig
+from ..config import Denominator, LearnerConfig
 from ..data.batch import Batch, Flat
 from ..errors import CheckpointError, ConfigError, DataError
 from ..measure.cost import rates, step_flops
@@ -28,6 +28,9 @@ from ..objectives.denominator import StepCounts, step_counts, token_weights
 from .gradients import Gradients
 from .mesh import World
 from .optimizer import FlatAdamW
+
+if TYPE_CHECKING:
+    from ..model.transformer import Transformer
 
 
 class Learner:
@@ -44,12 +47,12 @@ class Learner:
     """
 
     def __init__(
-        self, model: nn.Module, objective: Objective, config: LearnerConfig | None = None, world: World | None = None
+        self, model: Transformer, objective: Objective, config: LearnerConfig | None = None, world: World | None = None
     ):
         self.model, self.objective = model, objective
         self.config = config or LearnerConfig()
         self.world = world or World.current()
-        self.denominator = getattr(objective, "denominator", "global_tokens")
+        self.denominator: Denominator = getattr(objective, "denominator", "global_tokens")
         self.constant_length = getattr(objective, "constant_length", None)
         self.name = getattr(objective, "name", getattr(objective, "__name__", "objective"))
         shape = model.config

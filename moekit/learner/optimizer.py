@@ -50,8 +50,8 @@ class FlatAdamW:
             index: number of committed steps so far; sets the learning rate.
             norm: global gradient norm before clipping.
         """
-        limit = self.config.clip_norm
-        clip = limit is not None and norm > limit
+        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
+        clip = norm > limit
         if clip:
             for bucket in self.gradients.buckets:
                 bucket.grad.mul_(limit / norm)

@@ -64,7 +64,7 @@ def document_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) 
     return torch.cat(out)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
@@ -112,7 +112,11 @@ class Attention(nn.Module):
     def forward(self, x_ND: Tensor, flat: Flat | None, angles: tuple[Tensor, Tensor], attend: Attend | None = None):
         """Attention output [N, D] for normalised input [N, D]; `attend` replaces attention within documents."""
         q_NHd, k_NGd, v_NGd = self.project(x_ND, angles)
-        a_NHd = attend(q_NHd, k_NGd, v_NGd) if attend else document_attention(q_NHd, k_NGd, v_NGd, flat)
+        if attend is None:
+            assert flat is not None  # decoding, which has no microbatch, brings its own attention
+            a_NHd = document_attention(q_NHd, k_NGd, v_NGd, flat)
+        else:
+            a_NHd = attend(q_NHd, k_NGd, v_NGd)
         return self.out(a_NHd.reshape(-1, self.heads * self.d))
 
 

@@ -170,19 +170,19 @@ class MoE(nn.Module):
         def keep(t: Tensor) -> Tensor:
             return t[:real] if needed_M is None else t[needed_M]
 
-        class_P = keep(flat.class_N) if observer is not None else None
+        class_P = keep(flat.class_N) if observer is not None else None  # pyright: ignore[reportOptionalMemberAccess]
         kept_x = x_ND if needed_M is None and real == x_ND.shape[0] else keep(x_ND)
         y, counts = self.dispatcher(
             kept_x, keep(route.expert_NK), keep(route.gate_NK), self.gate_up, self.down, class_P
         )
         if observer is not None:
-            y = self._observe(observer, y, route, flat, class_P, counts)
+            y = self._observe(observer, y, route, flat, class_P, counts)  # pyright: ignore[reportArgumentType]
         if needed_M is None and real < x_ND.shape[0]:
             y = torch.cat((y, y.new_zeros(x_ND.shape[0] - real, y.shape[1])))
         if self.shared is not None:
             y = y + self.shared(kept_x if needed_M is not None else x_ND)
         if router_loss is not None:
-            y = _Attach.apply(y, router_loss(self.layer, route, flat))
+            y = _Attach.apply(y, router_loss(self.layer, route, flat))  # pyright: ignore[reportArgumentType]
         return y, route
 
     def _observe(self, observer: Observer, y: Tensor, route: Route, flat: Flat, class_P, counts) -> Tensor:

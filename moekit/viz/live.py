@@ -199,7 +199,7 @@ class Follower:
         return np.array(self.steps, dtype=float)[keep], {name: column[keep] for name, column in found.items()}
 
 
-def _widget(fig: go.Figure) -> tuple[go.Figure, str]:
+def _widget(fig: go.Figure) -> tuple[go.Figure | go.FigureWidget, str]:
     """The figure as a widget, or the figure and why it is none."""
     import plotly.graph_objects as go
 

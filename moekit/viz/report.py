@@ -230,7 +230,7 @@ def _tiles(metrics: Any, sums: dict[str, Any], scores: Any) -> str:
     return f"<div class='tiles'>{''.join(tiles)}</div>"
 
 
-def _tile(what: str, value: float, more: str, before: float | None = None) -> str:
+def _tile(what: str, value: float | None, more: str, before: float | None = None) -> str:
     come = f"<span class='from'>{_short(before)} → </span>" if before is not None else ""
     return (
         f"<div class='tile'><div class='what'>{html.escape(what)}</div><div class='value'>{come}{_short(value)}</div>"
@@ -238,8 +238,8 @@ def _tile(what: str, value: float, more: str, before: float | None = None) -> st
     )
 
 
-def _short(value: float) -> str:
-    return f"{value:.2f}" if 0.01 <= abs(value) < 100 else number(value)
+def _short(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)
 
 
 def _numbers(metrics: Any, sums: dict[str, Any], scores: Any) -> str:

@@ -38,7 +38,7 @@ def columns(source: Any) -> dict[str, np.ndarray]:
         from ..measure.record import open_run
 
         source = open_run(source)
-    table = getattr(source, "metrics", source)
+    table: Any = getattr(source, "metrics", source)
     if callable(table):
         table = table()
     if hasattr(table, "columns") and hasattr(table, "iloc"):

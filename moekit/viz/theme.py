@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 # Lightness 42, 73, 41, 81: neighbours in a stack differ in grey too. Smallest CIELAB distance between two of them,
 # with protanopia, deuteranopia or tritanopia simulated: 20 (a test computes it).
-CLASS = dict(zip(CLASSES, ("#0067A5", "#EDA63A", "#A23B72", "#C5CBD1")))
-CLASS_TEXT = dict(zip(CLASSES, ("#005A91", "#8F5B00", "#8C2F61", "#5F6C7B")))  # the same, dark enough to write with
+CLASS: dict[str, str] = dict(zip(CLASSES, ("#0067A5", "#EDA63A", "#A23B72", "#C5CBD1")))
+CLASS_TEXT: dict[str, str] = dict(
+    zip(CLASSES, ("#005A91", "#8F5B00", "#8C2F61", "#5F6C7B"))
+)  # dark enough to write with
 CLASS_MEANING = {
     "supervised": "predicts a token that is trained on",
     "context": "routed, its prediction is not trained on",
@@ -156,7 +158,7 @@ def tint(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(255 + (p - 255) * share):02X}" for p in parts)
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """A number as a reader wants it: at most four significant digits, thousands marked, `–` for none.
 
     >>> [number(v) for v in (0.5, 1.23456, 12345.6, 1234567, 3.2e-9, float("nan"))]
@@ -253,7 +255,7 @@ def plain(fig: go.Figure) -> dict[str, Any]:
             return [walk(value) for value in node]
         return None if isinstance(node, float) and not math.isfinite(node) else node
 
-    return walk(json.loads(fig.to_json()))
+    return walk(json.loads(str(fig.to_json())))
 
 
 def bundle(fig: go.Figure) -> dict[str, Any]:
@@ -278,18 +280,21 @@ def display(fig: go.Figure, *, handle: Any = None) -> None:
     Outside IPython the numbers are printed.
     """
     try:
-        from IPython import display as ipython
         from IPython.core.getipython import get_ipython
+
+        shell = get_ipython()
     except ImportError:
-        get_ipython = None
-    if get_ipython is None or get_ipython() is None:
+        shell = None
+    if shell is None:
         from . import tables
 
         print(tables.text(fig))
     elif handle is not None:
         handle.update(bundle(fig), metadata=size(fig), raw=True)
     else:
-        ipython.display(bundle(fig), metadata=size(fig), raw=True)
+        from IPython.display import display
+
+        display(bundle(fig), metadata=size(fig), raw=True)
 
 
 def size(fig: go.Figure) -> dict[str, Any]:
