@@ -7,11 +7,14 @@ the sizes and seeds, also where a task has few different questions. reasoning-gy
 from __future__ import annotations
 
 import difflib
+import json
 import zlib
+from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import BackendError, DataError
 
+CHATS = Path(__file__).with_name("chats.jsonl")  # the small chat file that comes with the kit
 HELD_OUT_SHARE = 5  # one question in five is held out
 
 # Settings under which a model of a few million parameters, trained for minutes on a CPU, gets somewhere: short
@@ -26,6 +29,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "leg_counting": {"min_animals": 1, "max_animals": 1, "max_instances": 9},
     "calendar_arithmetic": {"tasks": ["is_leap_year"], "leap_year_range": 900},
 }
+
+
+def our_chats() -> list[dict[str, Any]]:
+    """The conversations of `CHATS`, on mixtures of experts and on everyday facts, for `moekit.data.dataset.build`.
+
+    >>> our_chats()[0]["messages"][0]
+    {'role': 'user', 'content': 'What is a mixture-of-experts layer?'}
+    """
+    return [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
 
 
 def make_task(
