@@ -3,7 +3,8 @@
 Three backends: "auto" picks the fastest form for the tensors at hand, "torch" the portable fast form, "reference" the
 plain form that the others are tested against. `explain()` says what each operation would run and why.
 
-Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width, H heads.
+Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width, S documents,
+L their length, H query heads, G key/value heads.
 """
 
 from __future__ import annotations
@@ -12,17 +13,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import BackendError, ConfigError
-from .kernels import elementwise, ragged, reference
+from .kernels import attention, elementwise, ragged, reference
 from .kernels.permute import Sorted, sort_rows
 
-__all__ = ["GradSlot", "Sorted", "backend", "explain", "moe_ffn", "rms_norm", "rope", "set_backend", "sort_rows",
-           "swiglu"]  # fmt: skip
+__all__ = [
+    "GradSlot",
+    "Sorted",
+    "backend",
+    "causal_attention",
+    "explain",
+    "moe_ffn",
+    "rms_norm",
+    "rope",
+    "set_backend",
+    "sort_rows",
+    "swiglu",
+]
 
 Backend = Literal["auto", "torch", "reference"]
 _backend: Backend = "auto"
+SHORT = 512  # positions
 
 
 @dataclass
@@ -55,15 +69,27 @@ def _plain() -> bool:
     return _backend == "reference"
 
 
-def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    """For each operation, what would run on this device and dtype, and why."""
+def _short(device: torch.device, dtype: torch.dtype, length: int) -> bool:
+    """Whether documents are short enough for attention as matrix products: bfloat16 on CPU, up to 512 positions."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and length <= SHORT
+
+
+def explain(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, length: int = SHORT
+) -> dict[str, str]:
+    """For each operation, what would run on this device and dtype (documents of `length` positions), and why."""
+    names = ("moe_ffn", "rms_norm", "swiglu", "rope", "causal_attention")
     if _plain():
-        return dict.fromkeys(("moe_ffn", "rms_norm", "swiglu", "rope"), "reference: set_backend('reference')")
+        return dict.fromkeys(names, "reference: set_backend('reference')")
+    unit = ragged.padding_unit(dtype)
+    padded = f", row counts padded to {unit} because every new shape is compiled" if unit > 1 else ""
+    written = "torch: backward written by hand, because torch composes this from many passes over memory"
+    flash = f"flash: scaled_dot_product_attention ({dtype}, {length} positions)"
+    short = f"products: flash is slow on CPU in bfloat16 up to {SHORT} positions"
     return {
-        "moe_ffn": "ragged: one matmul per expert with a hand-written backward",
-        "rms_norm": "torch: torch.nn.functional.rms_norm",
-        "swiglu": "torch",
-        "rope": "torch",
+        "moe_ffn": f"ragged: one matmul per expert in scratch, backward written by hand{padded}",
+        **dict.fromkeys(names[1:4], written),
+        "causal_attention": short if _short(torch.device(device), dtype, length) else flash,
     }
 
 
@@ -116,3 +142,14 @@ def rope(q_NHd: Tensor, k_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> tuple[
     """Rotary embedding of queries and keys; cos and sin are [N, d/2], pairs are (i, i + d/2)."""
     form = reference.rope if _plain() else elementwise.Rope.apply
     return form(q_NHd, cos_Nd, sin_Nd), form(k_NHd, cos_Nd, sin_Nd)
+
+
+def causal_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGd: Tensor) -> Tensor:
+    """softmax(q k / sqrt(d)) v with position l seeing 0..l of its own document; [S, L, H, d].
+
+    H is a multiple of G, and consecutive query heads share a key/value head.
+    """
+    if not _plain() and _short(q_SLHd.device, q_SLHd.dtype, q_SLHd.shape[1]):
+        return attention.ShortCausal.apply(q_SLHd, k_SLGd, v_SLGd)
+    q, k, v = (t.transpose(1, 2) for t in (q_SLHd, k_SLGd, v_SLGd))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

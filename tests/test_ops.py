@@ -8,6 +8,7 @@ import torch
 from moekit import ops
 from moekit.errors import BackendError, ConfigError, MoekitError
 from moekit.kernels import reference
+from moekit.kernels.attention import ShortCausal
 
 torch.set_num_threads(1)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -82,7 +83,11 @@ def test_backend_is_chosen_put_back_and_explained(plain):
     assert all(why.startswith("reference") for why in ops.explain().values())
     assert ops.set_backend("auto") == "reference"
     assert all(not why.startswith("reference") for why in ops.explain().values())
-    assert set(ops.explain()) == {"moe_ffn", "rms_norm", "swiglu", "rope"}
+    assert set(ops.explain()) == {"moe_ffn", "rms_norm", "swiglu", "rope", "causal_attention"}
+    assert ops.explain(dtype=torch.bfloat16, length=128)["causal_attention"].startswith("products")
+    assert ops.explain(dtype=torch.bfloat16, length=2048)["causal_attention"].startswith("flash")
+    assert ops.explain(dtype=torch.float32, length=128)["causal_attention"].startswith("flash")
+    assert "padded to 16" in ops.explain(dtype=torch.bfloat16)["moe_ffn"]
 
 
 def test_unknown_backend_is_refused():
@@ -96,3 +101,26 @@ def test_weights_that_do_not_fit_are_named():
     with pytest.raises(ConfigError, match=r"gate_up \(2, 6, 4\)") as caught:
         ops.moe_ffn(torch.zeros(1, 3), rows, torch.ones(1, 1), torch.zeros(2, 6, 4), torch.zeros(2, 3, 3))
     assert isinstance(caught.value, MoekitError) and isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+def test_short_attention_equals_flash_in_float64(heads, groups):
+    """The product form is chosen in bfloat16 only, but it is right in any dtype."""
+    tensors = leaves((3, 7, heads, 6), (3, 7, groups, 6), (3, 7, groups, 6))
+    got, want = ShortCausal.apply(*tensors), ops.causal_attention(*tensors)
+    dy = torch.randn(got.shape, dtype=torch.float64)
+    pairs = zip((got, *torch.autograd.grad(got, tensors, dy)), (want, *torch.autograd.grad(want, tensors, dy)))
+    for a, b in pairs:  # its softmax is float32
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 600], ids=str)
+def test_attention_in_bf16_stays_near_float64(length):
+    """On both sides of the limit at 512 positions."""
+    tensors = leaves((2, length, 4, 8), (2, length, 2, 8), (2, length, 2, 8), dtype=torch.bfloat16)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    dy = torch.randn(2, length, 4, 8).bfloat16()
+    got, want = ops.causal_attention(*tensors), ops.causal_attention(*wide)
+    pairs = zip((got, *torch.autograd.grad(got, tensors, dy)), (want, *torch.autograd.grad(want, wide, dy.double())))
+    for a, b in pairs:
+        assert a.dtype == torch.bfloat16 and (a.double() - b).norm() <= 1e-2 * b.norm() + 1e-12

@@ -51,22 +51,18 @@ def document_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) 
     qs, ks, vs = (t.split(sizes) for t in (q_NHd, k_NGd, v_NGd))  # one split, so that backward is one concatenation
     out = []
     for (_, n, length), q, k, v in zip(pieces, qs, ks, vs):
-        heads = [t.view(n, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v)]
-        out.append(_sdpa(*heads, causal=True).transpose(1, 2).reshape(n * length, H, d))
+        a_SLHd = ops.causal_attention(*(t.view(n, length, *t.shape[1:]) for t in (q, k, v)))
+        out.append(a_SLHd.reshape(n * length, H, d))
     place = {start: i for i, (start, _, _) in enumerate(pieces)}
     for i, child in enumerate(flat.children, len(pieces)):
         up = place[child.parent_start]
         k, v = torch.cat((ks[up], ks[i])), torch.cat((vs[up], vs[i]))
         seen = torch.ones(child.length, k.shape[0], dtype=torch.bool, device=k.device).tril(child.parent_length)
         heads = [t[None].transpose(1, 2) for t in (qs[i], k, v)]
-        out.append(_sdpa(*heads, mask=seen).transpose(1, 2)[0])
+        grouped = H != v_NGd.shape[1]
+        out.append(F.scaled_dot_product_attention(*heads, seen, enable_gqa=grouped).transpose(1, 2)[0])
     out.append(vs[-1].repeat_interleave(H // v_NGd.shape[1], 1))  # padding
     return torch.cat(out)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
 def masked_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) -> Tensor:
