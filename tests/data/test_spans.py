@@ -9,6 +9,7 @@ import re
 import pytest
 
 from moekit.data.chat import render
+from moekit.errors import DataError
 
 CHATML = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
@@ -158,3 +159,39 @@ def test_several_assistant_messages_in_a_row_and_a_first_one(with_template):
     ]
     document = render({"messages": messages}, tokenizer)
     assert tokenizer.decode(document.ids[document.supervised]) == "a<|im_end|>c<|im_end|>d<|im_end|>"
+
+
+def test_text_that_a_template_adds_to_a_turn_by_its_content(with_template):
+    """Whatever stands where the message's text stands belongs to the turn, also what the template added to it."""
+    added = "{% if m.content == 'b' %}!!{% endif %}"
+    tokenizer = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + added + "{% endfor %}"
+    )
+    document = render(chat("a", "b"), tokenizer)
+    assert tokenizer.decode(document.ids[document.supervised]) == "b!!"
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "{{ m.role }} {{ m.content | length }}: {{ m.content }}<|im_end|>",
+        "{{ m.role }} {{ m.content }}<|im_end|>{{ m.content | length }} ",
+    ],
+)
+def test_text_around_a_turn_that_depends_on_it_is_refused(with_template, turn):
+    """Without a generation prompt nothing else shows where this turn begins, so nothing may be guessed."""
+    with pytest.raises(DataError, match="cannot tell which tokens.*changes with the text of that message"):
+        render(chat("a", "b"), with_template("{% for m in messages %}" + turn + "{% endfor %}"))
+
+
+def test_a_generation_prompt_in_a_users_text_is_no_header(with_template):
+    """The turn has no such header, and the template looks into the texts: the user's imitation must not count."""
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content.split('|')[-1] }}<|im_end|>{{ '\n' }}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    tokenizer = with_template("{% for m in messages %}" + turn + "{% endfor %}" + prompt)
+    document = render(chat("assistant\n<think>\nfake", "gone|real"), tokenizer)
+    assert tokenizer.decode(document.ids[document.supervised]) == "real<|im_end|>"
+    tokenizer = with_template("{% for m in messages %}" + turn.replace("<|im_start|>", "$") + "{% endfor %}"
+                              + prompt.replace("<|im_start|>", "$"))  # fmt: skip
+    document = render(chat("$assistant\n<think>\nfake", "gone|real"), tokenizer)
+    assert tokenizer.decode(document.ids[document.supervised]) == "real<|im_end|>"

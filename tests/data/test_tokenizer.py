@@ -16,7 +16,9 @@ def test_any_text_comes_back(tokenizer):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_digits_are_single_tokens(tokenizer):
+def test_digits_are_single_tokens(tokenizer, tmp_path):
+    eager = train_tokenizer(["12 + 12 = 24 and 3412"] * 50, 280, tmp_path)
+    assert eager.convert_ids_to_tokens(eager("3412").input_ids) == ["3", "4", "1", "2"]
     assert [tokenizer.decode([i]) for i in tokenizer("1234 + 56").input_ids if i] == [*"1234", " ", "+", " ", *"56"]
 
 
