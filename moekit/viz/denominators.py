@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError, DataError
-from .theme import INK, MUTED, RULE, SERIES, SIZE, bundle, display, figure, need, number, size
+from .theme import INK, MUTED, RULE, SERIES, SIZE, bundle, figure, need, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -118,6 +118,7 @@ class Lab:
         self.value = {name: options[0] for name, options in self.controls.items()}
         self.sliders: dict[str, Any] = {}
         self._known: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
+        self._widget: Any = None
         self._handle: Any = None
 
     @property
@@ -155,23 +156,46 @@ class Lab:
             if name in self.sliders and self.sliders[name].value != value:
                 self.sliders[name].value = value
         if self._handle is not None:
-            display(self.figure, handle=self._handle)
+            self._redraw()
         return self
+
+    def _redraw(self) -> None:
+        now = self.figure
+        if self._widget is not None:
+            with self._widget.batch_update():
+                for drawn, new in zip(self._widget.data, now.data):
+                    drawn.update(new.to_plotly_json(), overwrite=True)
+                self._widget.layout.update(now.layout.to_plotly_json(), overwrite=True)
+        self._handle.update(self._twin(now), raw=True)
+
+    def _twin(self, fig: go.Figure) -> dict[str, Any]:
+        """The static twin: folded away below the widget, and what a saved notebook has of the last setting."""
+        from . import tables
+
+        data = bundle(fig, interactive=False)
+        picture = f"<img src='data:image/png;base64,{data['image/png']}'>" if "image/png" in data else ""
+        fold = "" if self._widget is not None else " open"
+        data["text/html"] = (
+            f"<details{fold}><summary>this setting as a picture and as numbers</summary>{picture}{tables.to_html(fig)}"
+            "</details>"
+        )
+        return data
 
     def _ipython_display_(self) -> None:
         from IPython.display import DisplayHandle
         from IPython.display import display as show
 
-        try:
-            show(self._controls())
-        except BackendError as error:
-            print(f"(no sliders: {error}; use .set({', '.join(f'{n}=...' for n in self.controls)}))")
         now = self.figure
+        try:
+            show(self._controls(now))
+        except (BackendError, ImportError) as error:
+            print(f"no sliders here ({error}); move the lab with .set({', '.join(f'{n}=...' for n in self.controls)})")
         self._handle = DisplayHandle()
-        self._handle.display(bundle(now), metadata=size(now), raw=True)
+        self._handle.display(self._twin(now), raw=True)
 
-    def _controls(self) -> Any:
+    def _controls(self, now: go.Figure) -> Any:
         widgets = need("ipywidgets", "the sliders of the denominator lab")
+        figure = need("plotly.graph_objects", "the denominator lab").FigureWidget(now)
         for name, options in self.controls.items():
             slider = widgets.SelectionSlider(
                 options=options, value=self.value[name], description=name.replace("_", " "), continuous_update=False,
@@ -179,7 +203,8 @@ class Lab:
             )  # fmt: skip
             slider.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
             self.sliders[name] = slider
-        return widgets.VBox([s for n, s in self.sliders.items() if len(self.controls[n]) > 1])
+        self._widget = figure
+        return widgets.VBox([*(s for n, s in self.sliders.items() if len(self.controls[n]) > 1), figure])
 
     def _moved(self, name: str, value: Any) -> None:
         if self.value[name] != value:
@@ -209,8 +234,8 @@ def lab(
         controls: further keyword arguments of `measure`, with the values to offer.
 
     Returns:
-        Lab; it displays itself as the last value of a cell. The figure below the sliders is an ordinary output with
-        its static twin, so a saved notebook keeps the last setting.
+        Lab; it displays itself as the last value of a cell. Below sliders and figure its static twin is folded away,
+        so that a saved notebook keeps the last setting.
     """
     return Lab(measure, modes, {"ranks": ranks, "microbatches": microbatches, **controls})
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from . import curves
 from .curves import Panel
 from .progress import place
-from .theme import bundle, size
+from .theme import bundle
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -115,9 +115,7 @@ class Live:
             self._headline(f"stopped following: {error}")
         self._stop.set()
         if self._handle is not None:
-            self._handle.update(
-                bundle(self.figure), metadata=size(self.figure), raw=True
-            )  # from now on an ordinary figure, and its static twin
+            self._handle.update(bundle(self.figure), raw=True)  # from now on an ordinary figure with its static twin
 
     def _look(self, last: bool = False) -> bool:
         """Read what is new and redraw. Returns whether this was the last time."""
@@ -130,7 +128,7 @@ class Live:
             self._headline(("closed" if last and state == "running" else state) + steps)
             self.redraws += 1
             if self.note and self._handle is not None and not over:
-                self._handle.update(bundle(self.figure), metadata=size(self.figure), raw=True)
+                self._handle.update(bundle(self.figure, interactive=False), raw=True)
         return over
 
     def _headline(self, text: str) -> None:
@@ -143,15 +141,15 @@ class Live:
         from IPython.display import DisplayHandle
 
         self._handle = DisplayHandle()
-        data = bundle(self.figure)
+        data = bundle(self.figure, interactive=self.done)
         if self.note:
             print(self.note)
         elif not self.done:
             view = self.figure._repr_mimebundle_()
-            data = {**(view[0] if isinstance(view, tuple) else view), **_still(data)}
-        self._handle.display(data, metadata=size(self.figure), raw=True)
+            data |= view[0] if isinstance(view, tuple) else view  # the rest is for viewers without widgets
+        self._handle.display(data, raw=True)
         if self.done:  # it ended in between
-            self._handle.update(bundle(self.figure), metadata=size(self.figure), raw=True)
+            self._handle.update(bundle(self.figure), raw=True)
 
     def __repr__(self) -> str:
         from . import tables
@@ -210,8 +208,3 @@ def _widget(fig: go.Figure) -> tuple[go.Figure | go.FigureWidget, str]:
             f"a static picture, replaced every {STATIC_S:g} s: the live figure needs anywidget and ipywidgets "
             f'({error}); install them with pip install "moekit[notebooks]"'
         )
-
-
-def _still(data: dict[str, Any]) -> dict[str, Any]:
-    """What a viewer without widgets gets."""
-    return {key: value for key, value in data.items() if key in ("image/png", "text/plain")}

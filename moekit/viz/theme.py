@@ -258,13 +258,20 @@ def plain(fig: go.Figure) -> dict[str, Any]:
     return walk(json.loads(str(fig.to_json())))
 
 
-def bundle(fig: go.Figure) -> dict[str, Any]:
-    """The MIME bundle of a figure: plotly's JSON, a PNG made without a browser, and its numbers as text."""
+def bundle(fig: go.Figure, *, interactive: bool = True) -> dict[str, Any]:
+    """The MIME bundle of a figure: plotly's JSON, a PNG made without a browser, and its numbers as text.
+
+    The PNG has the figure's own size: JupyterLab shows it as it is until the mouse enters it, then draws the plot.
+    (Its plotly renderer does not look at later updates of an output that it has drawn, so what is updated while it is
+    looked at must be a widget, or ``interactive=False``.)
+    """
     from . import static, tables
 
-    data = {"application/vnd.plotly.v1+json": plain(fig), "text/plain": tables.text(fig)}
+    data: dict[str, Any] = {"text/plain": tables.text(fig)}
+    if interactive:
+        data["application/vnd.plotly.v1+json"] = plain(fig)
     try:
-        data["image/png"] = base64.b64encode(static.render(fig, "png")).decode()
+        data["image/png"] = base64.b64encode(static.render(fig, "png", scale=1)).decode()
     except BackendError as error:  # said, not hidden: the numbers stay
         data["text/plain"] += f"\n(no picture: {error})"
     return data
@@ -290,13 +297,8 @@ def display(fig: go.Figure, *, handle: Any = None) -> None:
 
         print(tables.text(fig))
     elif handle is not None:
-        handle.update(bundle(fig), metadata=size(fig), raw=True)
+        handle.update(bundle(fig), raw=True)
     else:
         from IPython.display import display
 
-        display(bundle(fig), metadata=size(fig), raw=True)
-
-
-def size(fig: go.Figure) -> dict[str, Any]:
-    """Display metadata: the picture has twice the figure's pixels and is shown at the figure's size."""
-    return {"image/png": {"width": fig.layout.width or WIDTH, "height": fig.layout.height or HEIGHT}}
+        display(bundle(fig), raw=True)

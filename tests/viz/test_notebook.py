@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from typing import Any
 
 import nbformat
@@ -54,6 +55,24 @@ CELLS = {
         watch.close()
         print(type(watch.figure).__name__)
         """,
+    "lab": """
+        from moekit.viz.denominators import lab
+        def measure(mode, ranks, microbatches):
+            return {"loss": 2.0, "norm_ratio": 1 + 0.5 * (ranks - 1) * (mode == "rank_mean"), "cosine": 1.0}
+        bench = lab(measure, modes=("global_tokens", "rank_mean"))
+        bench
+        """,
+    "lab moves": """
+        bench.sliders["ranks"].value = 4
+        assert bench.value["ranks"] == 4
+        print([float(x) for x in bench._widget.data[0].x])
+        """,
+    "show": """
+        import torch
+        from moekit.data.batch import Batch
+        from moekit.viz.show import show
+        show(Batch.make(torch.tensor([[5, 6, 7, 2]])))
+        """,
     "static live": """
         import plotly.graph_objects
         from plotly.missing_anywidget import FigureWidget  # what plotly has in its place without the package
@@ -62,20 +81,6 @@ CELLS = {
         still
         """,
     "static live ends": "still.close()",
-    "lab": """
-        from moekit.viz.denominators import lab
-        def measure(mode, ranks, microbatches):
-            return {"loss": 2.0, "norm_ratio": 1 + 0.5 * (ranks - 1) * (mode == "rank_mean"), "cosine": 1.0}
-        bench = lab(measure, modes=("global_tokens", "rank_mean"))
-        bench
-        """,
-    "lab moves": "bench.sliders['ranks'].value = 4\nassert bench.value['ranks'] == 4",
-    "show": """
-        import torch
-        from moekit.data.batch import Batch
-        from moekit.viz.show import show
-        show(Batch.make(torch.tensor([[5, 6, 7, 2]])))
-        """,
 }
 
 
@@ -101,8 +106,8 @@ def test_bc_126_a_saved_figure_has_its_numbers_and_a_picture(notebook: dict[str,
     (trace,) = data["application/vnd.plotly.v1+json"]["data"]
     assert trace["x"] == [1, 2, 3] and trace["y"] == [2.5, 1.25, 0.5]
     picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
-    shown = output["metadata"]["image/png"]
-    assert picture.size == (2 * shown["width"], 2 * shown["height"])
+    layout = data["application/vnd.plotly.v1+json"]["layout"]
+    assert picture.size == (layout["width"], layout["height"])
     assert (np.asarray(picture.convert("L")) < 200).any()
     assert [line.split() for line in data["text/plain"].splitlines()[1:]] == [
         ["step", "loss/sft"], ["1", "2.5"], ["2", "1.25"], ["3", "0.5"]]  # fmt: skip
@@ -138,10 +143,11 @@ def test_without_widgets_a_live_figure_is_static_and_says_so(notebook: dict[str,
 
 def test_the_lab_has_sliders_and_a_saved_figure_that_follows_them(notebook: dict[str, Any]) -> None:
     assert "application/vnd.jupyter.widget-view+json" in bundle(notebook["lab"], 0)
-    figure = bundle(notebook["lab"], 1)
-    bars = figure["application/vnd.plotly.v1+json"]["data"][0]
-    assert bars["y"] == ["global_tokens", "rank_mean"] and bars["x"] == [0, 1.5]  # 1 + 0.5 * (4 - 1), less one
-    assert "image/png" in figure and "ranks 4" in figure["text/plain"]
+    twin = bundle(notebook["lab"], 1)
+    assert "image/png" in twin and "ranks 4" in twin["text/plain"]
+    assert re.search(r"rank_mean +1\.5\n", twin["text/plain"])  # 1 + 0.5 * (4 - 1), less one
+    assert "<details><summary>" in twin["text/html"] and "<td>rank_mean</td><td class=n>1.5</td>" in twin["text/html"]
+    assert notebook["lab moves"].outputs[0]["text"].split() == ["[0.0,", "1.5]"]  # the widget's bars
 
 
 def test_a_batch_is_html_with_a_text_fallback(notebook: dict[str, Any]) -> None:
