@@ -287,6 +287,6 @@ def _text(value: Any, indent: int) -> list[str]:
         if isinstance(v, dict):
             lines += [f"{' ' * indent}{name}", *_text(v, indent + 2)]
         else:
-            shown = _show(v).replace("\n", "\n" + " " * (indent + 27))
-            lines.append(f"{' ' * indent}{name:<26} {shown}")
+            shown = _show(v).replace("\n", "\n" + " " * (indent + 31))
+            lines.append(f"{' ' * indent}{name:<30} {shown}")
     return lines
