@@ -69,6 +69,10 @@ def load_tokenizer(tokenizer: Any) -> Any:
             f"the tokenizer {_name(tokenizer)} has no chat template; set tokenizer.chat_template, or train one that "
             "has with moekit.data.tokenizer.train_tokenizer"
         )
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as problem:  # several named ones, none of them the default
+        raise DataError(f"the tokenizer {_name(tokenizer)} has no default chat template: {problem}") from None
     return tokenizer
 
 

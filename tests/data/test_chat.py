@@ -130,6 +130,9 @@ def test_no_chat_template(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="has no chat template"):
         build([chat("a", "b")], tokenizer, DataConfig())
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(DataError, match="no default chat template.*rag"):
+        build([chat("a", "b")], tokenizer, DataConfig())
     with pytest.raises(DataError, match="no such tokenizer folder: /nowhere"):
         build([chat("a", "b")], "/nowhere", DataConfig())
 
