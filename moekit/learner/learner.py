@@ -113,7 +113,7 @@ class Learner:
             "time/step_s": seconds,
             **self.counter.metrics(),
             **rates(self.counter, seconds),
-            "flops/step": step_flops(self.model.config, self.counter)["total"],
+            "flops/step": step_flops(self.model.config, self.counter)["total"] if counts.supervised else 0.0,
         }
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
