@@ -19,21 +19,7 @@ if TYPE_CHECKING:
 Panel = str | Sequence[str]  # one metric, or several that share an axis
 DEFAULT: tuple[Panel, ...] = ("loss/sft", "rate/supervised_tokens_s", "load/max_over_mean")
 POINTS = 2000  # more steps than this are thinned to the extremes of neighbours
-UNITS = {
-    "loss": "nats a token",
-    "eval": "nats a token",
-    "time/step_s": "seconds",
-    "rate/supervised_tokens_s": "supervised tokens a second",
-    "rate/tokens_s": "tokens a second",
-    "rate/positions_s": "positions a second",
-    "rate/routed_rows_s": "routed rows a second",
-    "load/max_over_mean": "busiest expert / mean",
-    "load_supervised/max_over_mean": "busiest expert / mean",
-    "grad": "gradient norm",
-    "lr": "learning rate",
-    "rows": "routed rows a step",
-    "tokens": "tokens a step",
-}
+UNITS = {"loss": "nats a token", "eval": "nats a token", "rows": "a step", "tokens": "a step"}
 
 
 def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, columns: int | None = None) -> go.Figure:
@@ -107,16 +93,18 @@ def empty(
 
 
 def head(fig: go.Figure, index: int, metrics: Sequence[str], last: dict[str, float], left: float) -> None:
-    """Write (or rewrite) the heading of a panel: unit, then each line's name and last value in its colour."""
+    """Write (or rewrite) the heading of a panel: name and unit, then each line's last value in its colour."""
     suffix = "" if index == 0 else str(index + 1)
     top = fig.layout[f"yaxis{suffix}"].domain[1]
-    unit = UNITS.get(metrics[0], UNITS.get(metrics[0].split("/")[0], metrics[0] if len(metrics) == 1 else ""))
+    group, one = metrics[0].split("/")[0], len(metrics) == 1
+    same = len({name.split("/")[0] for name in metrics}) == 1
+    unit = ", ".join(part for part in (metrics[0] if one else group if same else "", UNITS.get(group, "")) if part)
     at = 0.0
-    parts = [("unit", unit, MUTED, SIZE["tick"], 22)]
+    parts = [("unit", unit, MUTED, SIZE["tick"], 24)]
     for k, name in enumerate(metrics):
-        short = name if len({m.split("/")[0] for m in metrics}) > 1 or len(metrics) == 1 else name.split("/", 1)[-1]
-        text = f"<b>{short}  {number(last[name])}</b>" if name in last else f"<b>{short}</b>"
-        parts.append((name, text, _ink(name, k), SIZE["label"], 5))
+        value = f"  {number(last[name])}" if name in last else ""
+        text = value.strip() if one else (name.split("/", 1)[-1] if same else name) + value
+        parts.append((name, f"<b>{text}</b>", _ink(name, k), 16 if one else SIZE["label"], 5))
     for key, text, colour, size, shift in parts:
         note = {
             "name": f"{index}/{key}", "text": text, "x": left, "xref": "paper", "xanchor": "left", "y": top,

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from . import curves
 from .curves import Panel
 from .progress import place
-from .theme import bundle
+from .theme import bundle, headline
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -132,7 +132,7 @@ class Live:
         return over
 
     def _headline(self, text: str) -> None:
-        self.figure.layout.title.subtitle.text = text
+        self.figure.layout.title.text = headline(self.folder.name, text)
 
     def _ipython_display_(self) -> None:
         if place() != "notebook":

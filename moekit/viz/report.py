@@ -22,7 +22,7 @@ from ..measure.files import write_atomic
 from ..measure.record import open_run
 from . import curves, denominators, masking, routing, static, tables
 from .series import counts
-from .theme import CLASS, need, number
+from .theme import CLASS, heading, need, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -94,12 +94,12 @@ class _Page:
         """A heading, what was found, and figures. With several figures each gets its own title as a smaller heading."""
         self.parts.append(f"<section><h2>{html.escape(title)}</h2><p class='found'>{text}</p>")
         for fig in figures:
-            name, how = fig.layout.title.text, fig.layout.title.subtitle.text
+            name, how = heading(fig)
             numbers = tables.to_html(fig)
             if len(figures) > 1:
                 self.parts.append(f"<h3>{html.escape(name)}</h3>")
             self.parts.append(
-                f"<figure>{self._draw(_without_title(fig))}<figcaption>{html.escape(how or '')}</figcaption></figure>"
+                f"<figure>{self._draw(_without_title(fig))}<figcaption>{html.escape(how)}</figcaption></figure>"
                 f"<details><summary>the numbers</summary><div class='scroll'>{numbers}</div></details>"
             )
         self.parts.append("</section>")

@@ -19,6 +19,7 @@ from .theme import DIVERGING, INK, MUTED, SERIES, SIZE, end_labels, figure, need
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+INNER = 500  # pixels across the experts
 REACH = 2.0  # the colour scale ends at 2^-2 and 2^2 times the balanced load
 SCOPE = {"all": "all tokens", "supervised": "supervised tokens"}
 
@@ -54,8 +55,8 @@ def load_heatmap(source: Any, step: int | None = None, scope: str = "all", *, ti
     rows, experts = load_LE.shape
     with np.errstate(divide="ignore"):
         colour_LE = np.clip(np.log2(load_LE), -REACH, REACH)
-    cell = 560 / max(experts, 1)
-    written = cell >= 26
+    cell = INNER / max(experts, 1)
+    written = cell >= 24
     text = [[("×" if v == 0 else f"{v:.1f}") if np.isfinite(v) else "" for v in row] for row in load_LE]
     height = int(min(max(30 * rows, 64), 560))
     fig = figure(
@@ -103,7 +104,7 @@ def load_heatmap(source: Any, step: int | None = None, scope: str = "all", *, ti
                 hoverinfo="skip",
             )
         )
-    every = max(1, int(np.ceil(experts / max(1, int(560 / 24)))))
+    every = max(1, int(np.ceil(experts / max(1, int(INNER / 24)))))
     fig.update_xaxes(
         title="expert", type="category", showline=False, tickvals=[str(e) for e in range(0, experts, every)]
     )

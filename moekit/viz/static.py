@@ -16,7 +16,7 @@ from ..errors import BackendError
 from . import static_traces
 from .static_panel import PX, Panel, clean, rgba
 from .static_traces import DASH
-from .theme import FONTS, HEIGHT, INK, MARGIN, MUTED, PAPER, SERIES, SIZE, WIDTH, need
+from .theme import FONTS, HEIGHT, INK, MARGIN, MUTED, PAPER, SERIES, SIZE, WIDTH, heading, need
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -183,10 +183,10 @@ class Canvas:
 
     def title(self) -> None:
         """Title and subtitle, flush with the left edge of the plot."""
-        title, left = self.layout.title, self.paper(0, 0)[0]
+        (title, subtitle), left = heading(self.fig), self.paper(0, 0)[0]
         for part, down, size, colour, bold in (
-            (title.text, 18, title.font.size or SIZE["title"], INK, True),
-            (title.subtitle.text, 43, SIZE["subtitle"], MUTED, False),
+            (title, 18, self.layout.title.font.size or SIZE["title"], INK, True),
+            (subtitle, 43, SIZE["subtitle"], MUTED, False),
         ):
             if part:
                 self.figure.text(left, 1 - down / self.height, clean(part)[0], ha="left", va="top", color=colour,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .theme import number
+from .theme import heading, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -26,7 +26,7 @@ def text(fig: go.Figure, rows: int = 12) -> str:
     2  1.25
     3   0.5
     """
-    lines = [_words(part) for part in (fig.layout.title.text, fig.layout.title.subtitle.text) if part]
+    lines = [_words(part) for part in heading(fig) if part.strip()]
     for header, body, note in tables(fig, rows):
         width = [max(len(r[i]) for r in [header, *body]) for i in range(len(header))]
         left = [not _numeric([r[i] for r in body]) for i in range(len(header))]

@@ -50,7 +50,7 @@ def test_routed_work_keeps_every_row_and_bins_long_runs() -> None:
     fig = masking.routed_work(run)
     assert [t.name for t in fig.data] == ["supervised", "context"]  # classes without rows are left out
     assert [t.marker.color for t in fig.data] == [theme.CLASS["supervised"], theme.CLASS["context"]]
-    assert len(fig.data[0].y) == 200 and "mean of 5 steps" in fig.layout.title.subtitle.text
+    assert len(fig.data[0].y) == 200 and "mean of 5 steps" in theme.heading(fig)[1]
     assert 5 * sum(fig.data[0].y) == steps.sum() and fig.data[0].y[1] == 7.0  # mean of 5..9
     words = [n.text for n in fig.layout.annotations]
     assert words == ["supervised 33 %", "context 67 %"]
@@ -98,7 +98,7 @@ def test_the_lab_measures_each_setting_once_and_refuses_others() -> None:
     lab.set(ranks=1, removed=())
     assert len(lab.readings) == 2 and len(calls) == 4
     assert calls[-1] == ("rank_mean", 2, 1, (0,))
-    assert lab.figure.layout.title.subtitle.text == "ranks 1, microbatches 1, removed ()"
+    assert theme.heading(lab.figure)[1] == "ranks 1, microbatches 1, removed ()"
     with pytest.raises(DataError, match="ranks=3 is not one of 1, 2"):
         lab.set(ranks=3)
     with pytest.raises(DataError, match="no control 'cuts'"):

@@ -15,6 +15,7 @@ from moekit.measure.record import RunWriter
 from moekit.viz import live as module
 from moekit.viz.live import live
 from moekit.viz.panels import rank_logs
+from moekit.viz.theme import heading
 
 
 def job(folder: Path, state: str = "running") -> SimpleNamespace:
@@ -40,7 +41,7 @@ def test_it_follows_to_the_exact_end(tmp_path: Path) -> None:
     loss, context, padding = shown.figure.data
     assert list(loss.x) == list(range(300)) and list(loss.y) == [1 / (s + 1) for s in range(300)]
     assert context.y[-1] == 299 and len(padding.y) == 300
-    assert shown.figure.layout.title.subtitle.text == "finished · step 299"
+    assert heading(shown.figure)[1] == "finished · step 299"
     assert "299" in repr(shown)
 
 
@@ -68,7 +69,7 @@ def test_close_takes_what_is_there_and_ends_the_thread(tmp_path: Path) -> None:
         shown.close()
         shown.close()
     assert shown.done and shown.figure.data[0].y == (2.5,) and threading.active_count() == before
-    assert shown.figure.layout.title.subtitle.text == "closed · step 0"
+    assert heading(shown.figure)[1] == "closed · step 0"
 
 
 def test_a_finished_run_is_drawn_at_once(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_wait(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text("not json\n")
     with pytest.raises(RunError, match="broken"):
         shown.wait(20)
-    assert "stopped following" in shown.figure.layout.title.subtitle.text
+    assert "stopped following" in heading(shown.figure)[1]
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
@@ -122,4 +123,4 @@ def test_rank_logs_follow_each_file_in_its_own_panel(tmp_path: Path) -> None:
 def test_a_folder_of_a_launched_run_is_read_with_its_state(tmp_path: Path) -> None:
     state = {"state": "stopped", "reason": "", "host": "", "pids": {"supervisor": None, "ranks": []}, "stamps": {}}
     (tmp_path / "state.json").write_text(json.dumps(state))
-    assert live(tmp_path, "loss/sft").figure.layout.title.subtitle.text == "stopped · no step recorded yet"
+    assert heading(live(tmp_path, "loss/sft").figure)[1] == "stopped · no step recorded yet"

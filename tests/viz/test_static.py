@@ -54,7 +54,7 @@ def test_every_figure_has_a_twin_and_a_table(name: str) -> None:
     assert (ink < 250).mean() > 0.02, "an empty picture"
     inside = ink[:, 2:-2][:, [0, -1]]
     assert (inside > 250).all(), "something is cut at the left or right edge"
-    assert fig.layout.title.text is None or fig.layout.title.text in tables.text(fig)
+    assert all(part in tables.text(fig) for part in theme.heading(fig))
     assert len(tables.text(fig).splitlines()) >= 3
     assert "<td" in tables.to_html(fig)
 
