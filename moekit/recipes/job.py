@@ -75,9 +75,9 @@ def follow(job: Job, steps: int) -> None:
     with Progress(steps, "step") as progress:  # counted from here, so that the time left is that of the steps
         while True:
             over = job.done  # before reading, so that the last record is not missed
-            last = job.metrics()[-1]
-            facts = {"loss": last.get("loss/sft"), "supervised_tokens/s": last.get("rate/supervised_tokens_s")}
-            progress.update(last["step"] + 1, **{name: value for name, value in facts.items() if value is not None})
+            for last in job.metrics()[-1:]:  # none for a moment, where a resumed run cuts its record
+                facts = {"loss": last.get("loss/sft"), "supervised_tokens/s": last.get("rate/supervised_tokens_s")}
+                progress.update(last["step"] + 1, **{name: value for name, value in facts.items() if value is not None})
             if over:
                 return
             job.wait(LOOK_S)

@@ -73,9 +73,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
         card = _card(config, learner, rows, folder) if world.rank == 0 else None
         if card is not None:
             writer.card(card)
-            if place.folder is None:  # the launcher has written its own
-                call = {"function": f"{__name__}.train", "args": [config.to_dict()], "nproc": world.size}
-                writer.config(call)
+            writer.config(config.to_dict())
 
     progress = Progress(config.steps, "step") if world.rank == 0 else None
     with writer:
