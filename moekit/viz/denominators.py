@@ -95,7 +95,7 @@ def side_by_side(
     category = {"type": "category", "autorange": "reversed", "categoryarray": modes, "categoryorder": "array",
                 "showgrid": False}  # fmt: skip
     ends = sorted({math.ceil(math.log10(floor)) + 1, -1})
-    ticks = [10.0**e for e in range(0, ends[0] - 1, -max(1, (1 - ends[0]) // 3))]
+    ticks = [10.0**e for e in range(0, ends[0] - 1, -max(1, math.ceil(-ends[0] / 3)))]
     fig.update_layout(
         xaxis={"domain": [0, 0.4], "range": [low, high], "showline": False, "showgrid": True, "nticks": 4},
         yaxis={**category, "tickfont": {"size": SIZE["label"], "color": INK}},
