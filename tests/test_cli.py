@@ -19,6 +19,7 @@ import moekit
 from moekit.cli import main, parser
 from moekit.config import DataConfig, LearnerConfig, SFTConfig
 from moekit.data.tokenizer import train_tokenizer
+from moekit.recipes import job
 from moekit.recipes.sft import train
 
 WORDS = "red blue green seven cat dog sun moon tree river".split()  # noqa: SIM905
@@ -132,18 +133,22 @@ def test_an_existing_run_is_refused_in_one_line(run, capsys):
     assert sorted((p, p.stat().st_mtime_ns) for p in run[0].rglob("*")) == before
 
 
-def test_bad_input_that_only_a_rank_sees(place):
-    """A broken line: status 2, one line, the same from both ranks, and no run folder is left."""
+def test_bad_input_that_only_a_rank_sees(place, capsys, monkeypatch):
+    """A broken line: status 2, one line, every rank ends with the same error, and no run folder is left."""
     (place / "bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": \n')
+    told = []
+
+    def remove(folder, **how):
+        told.extend(json.loads(p.read_text()) for p in sorted((folder / "errors").iterdir()))
+        real(folder, **how)
+
+    real = job.shutil.rmtree
+    monkeypatch.setattr(job.shutil, "rmtree", remove)
     words = ["sft", "--model", "tiny", "--tokenizer", "tokenizer", "--data", "bad.jsonl", "--nproc", "2"]
-    done = subprocess.run(
-        [*MOEKIT, *words, "--out", "runs/bad"], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.strip() == (
-        "moekit: error: bad.jsonl, line 2: broken JSON, Expecting value at column 1; every line must be one whole JSON "
-        "object"
-    )
+    assert main([*words, "--out", "runs/bad"]) == 2
+    message = "bad.jsonl, line 2: broken JSON, Expecting value at column 1; every line must be one whole JSON object"
+    assert said(capsys) == [f"moekit: error: {message}"]
+    assert [(e["rank"], e["type"], e["message"]) for e in told] == [(r, "DataError", message) for r in range(2)]
     assert not (place / "runs" / "bad").exists()
 
 
@@ -210,19 +215,20 @@ def test_every_option_has_help_and_every_default_is_told():
 
 
 def test_a_job_that_fails_on_its_way_is_status_1(place):
-    """A disk that fills up is nobody's bad input, but StorageError is of that kind; a crash of a rank is status 1."""
-    code = "import os, moekit.learner.learner as l; l.Learner.step = lambda *a: os._exit(3)"
-    (place / "sitecustomize.py").write_text(
-        f"import os\nif os.environ.get('RANK') == '0' and 'MOEKIT_RUN_AGENT' in os.environ:\n    {code}\n"
-    )
+    """A full disk after two steps (a limit on the size of files stands for it): the record of the run stays."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, -1))"  # a checkpoint is larger
+    (place / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '0':\n    {limit}\n")
     done = subprocess.run(
-        [*MOEKIT, *SFT, *SHORT, "--out", "runs/crash"], env={**os.environ, "PYTHONPATH": str(place)},
+        [*MOEKIT, *SFT, *SHORT, "--save-every", "2", "--out", "runs/full"],
+        env={**os.environ, "PYTHONPATH": str(place)},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     (place / "sitecustomize.py").unlink()
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "moekit: error: job crash failed" in done.stderr and "Traceback" not in done.stderr
-    assert (place / "runs" / "crash" / "logs" / "rank_0.log").exists()
+    assert "moekit: error: job full failed" in done.stderr and "step_2" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(moekit.open_run("runs/full").metrics.index) == [0, 1]
+    assert list((place / "runs" / "full" / "checkpoints").iterdir()) == []
 
 
 def test_interrupting_stops_the_job(place):

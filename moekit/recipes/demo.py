@@ -38,6 +38,7 @@ from ..model.presets import parameter_counts, preset
 from ..model.transformer import Transformer, logits
 from ..objectives.sft import SFT
 from ..viz.report import READINGS, write_report
+from ..viz.theme import need
 from .evaluate import evaluate
 from .job import follow, table
 from .setup import EXPORT
@@ -45,11 +46,11 @@ from .sft import train
 
 MARK = "demo.json"  # what only a demo leaves: the folder may be made anew
 CHATS = Path(__file__).parents[1] / "data" / "chats.jsonl"
-STEPS = 450  # about 75 s on two cores
+STEPS = 500  # about 70 s on two cores
 HELD_OUT = 50  # questions of each task
 TASKS: dict[str, dict[str, Any]] = {  # name -> how many to train on, and the task's own settings
-    "spell_backward": {"size": 3000, "min_word_len": 3, "max_word_len": 5},
-    "word_sequence_reversal": {"size": 2000, "min_words": 2, "max_words": 2},
+    "spell_backward": {"size": 9000, "min_word_len": 3, "max_word_len": 5},
+    "word_sequence_reversal": {"size": 4000, "min_words": 2, "max_words": 2},
 }
 
 
@@ -69,6 +70,8 @@ def demo(out: str | Path = "runs/demo", *, nproc: int = 2, steps: int | None = N
         RunExistsError: the folder holds something that no demo made, or a demo that is still going.
         JobError: the training failed.
     """
+    need("plotly.graph_objects", "the demo's report")  # said now, not after the training
+    need("matplotlib", "the demo's report")
     began, steps, folder = time.monotonic(), steps or STEPS, Path(out)
     _make_room(folder)
     say = lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
@@ -152,7 +155,7 @@ def _config(folder: Path, steps: int) -> SFTConfig:
         batch_rows=16,
         microbatch_rows=8,
         learner=LearnerConfig(
-            lr=5e-3, schedule="cosine", total_steps=steps, warmup_steps=20, min_lr_ratio=0.05, weight_decay=0.01,
+            lr=3e-3, schedule="cosine", total_steps=steps, warmup_steps=20, min_lr_ratio=0.05, weight_decay=0.01,
             router=RouterLossConfig(balance=0.01),
         ),
         rows=DataConfig(length=256),
@@ -168,7 +171,9 @@ def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chats: 
         CheckpointError: it differs by more than 1e-4.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     worst = 0.0
     for chat in chats:
@@ -206,8 +211,9 @@ def _told(folder: Path, scores: dict[str, tuple[float, float]], summary: dict[st
     lines += [f"  {name:<{width + 10}}{a:>6.0%}  {b:>6.0%}" for name, (a, b) in scores.items()]
     lines += ["", "for example"]
     lines += [f"  {a['question'].splitlines()[-1]}  ->  {a['answer']}" for a in after["answers"][:: HELD_OUT // 2]]
+    loss = open_run(folder).metrics["loss/sft"]
     facts = {
-        "loss, first and last step": f"{summary['loss_first']:.3f}, {summary['loss_last']:.3f}",
+        "loss, mean of first and last 10 steps": f"{loss[:10].mean():.3f}, {loss[-10:].mean():.3f}",
         "supervised tokens": summary["supervised_tokens"],
         "supervised tokens/s": summary["supervised_tokens_s"],
         "routed rows": summary["rows_dispatched"],

@@ -35,13 +35,15 @@ def run_sft(
         how: `threads`, `device`, `malloc`, ...: see `moekit.submit`.
 
     Raises:
-        MoekitError: of the kind that `train` raised, if it was the input's fault.
-        JobError: the job failed otherwise.
+        MoekitError: of the kind that `train` raised, if that was before the first step.
+        JobError: the job failed on its way.
     """
     if nproc < 1:
         raise ConfigError(f"nproc={nproc} must be at least 1")
     folder, _, _ = setup.check(replace(config, out=out), Here(0, 1, 0, "cpu", None))
     existed = folder.exists() and any(folder.iterdir())
+    record = folder / "metrics.jsonl"
+    known = record.stat().st_size if config.resume else 0
     if folder.exists() and not existed:
         folder.rmdir()  # the launcher makes its folder itself
     job = submit(train, replace(config, overwrite=False), nproc=nproc, detach=detach, overwrite=config.overwrite,
@@ -57,9 +59,9 @@ def run_sft(
         raise
     except JobError as error:
         found = input_error(job, error)
-        if found is None:
+        if found is None or (record.exists() and record.stat().st_size > known):
             raise
-        if not existed and not (job.folder / "metrics.jsonl").exists():
+        if not existed:
             shutil.rmtree(job.folder, ignore_errors=True)  # nothing but the call that could not work
         raise found from error
 
