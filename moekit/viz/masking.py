@@ -151,8 +151,12 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
                 text="not recorded" if value is None else number(value * factor), showarrow=False,
                 font={"size": SIZE["tick"], "color": MUTED if value is None else INK},
             )  # fmt: skip
+        room = (right - left + gap) * (fig.layout.width - fig.layout.margin.l - fig.layout.margin.r)
+        head = words + (f", {unit}" if unit else "")
+        if 7.8 * len(head) > room:  # the names on the left took the width: the heading in two lines
+            head = head.replace(" ", "<br>", 1)
         fig.add_annotation(x=left, xref="paper", y=1, yref="paper", yanchor="bottom", yshift=8, xanchor="left",
-                           text=f"<b>{words}{', ' + unit if unit else ''}</b>", showarrow=False,
+                           text=f"<b>{head}</b>", showarrow=False, align="left",
                            font={"size": SIZE["label"], "color": INK})  # fmt: skip
         fig.update_layout({
             f"xaxis{suffix}": {"domain": [left, right], "range": [0, most * 1.22], "showticklabels": False,
