@@ -35,10 +35,10 @@ def python(code: str, cwd: Path, **env: str) -> str:
     return run("-c", code, cwd=cwd, env={**os.environ, **env})
 
 
-def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 250) -> str:
     """Run this interpreter; what it prints, or an assertion with all that it said."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
@@ -232,5 +232,9 @@ def test_type_checkers_see_the_public_names() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_pyright_finds_no_error() -> None:
-    run("-m", "pyright", "--pythonpath", sys.executable, cwd=ROOT)
+    pyright = [sys.executable, "-m", "pyright"]
+    if subprocess.run([*pyright, "--version"], capture_output=True, check=False).returncode:
+        pytest.skip("pyright cannot start: it needs node, or a network to fetch it once")
+    run(*pyright[1:], "--pythonpath", sys.executable, cwd=ROOT, timeout=850)
