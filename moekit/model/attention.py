@@ -60,7 +60,7 @@ def document_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) 
         seen = torch.ones(child.length, k.shape[0], dtype=torch.bool, device=k.device).tril(child.parent_length)
         heads = [t[None].transpose(1, 2) for t in (qs[i], k, v)]
         grouped = H != v_NGd.shape[1]
-        out.append(F.scaled_dot_product_attention(*heads, seen, enable_gqa=grouped).transpose(1, 2)[0])
+        out.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)[0])
     out.append(vs[-1].repeat_interleave(H // v_NGd.shape[1], 1))  # padding
     return torch.cat(out)
 

@@ -52,7 +52,8 @@ def patient(world: World) -> World:
     """The same ranks with collectives that wait for a day: rank 0 may tokenize or write for long."""
     if world.size == 1:
         return world
-    return World(world.rank, world.size, dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    return World(world.rank, world.size, group)
 
 
 @contextmanager
