@@ -34,28 +34,21 @@ def columns(source: Any) -> dict[str, np.ndarray]:
     >>> columns([{"loss/sft": 2.0}, {"loss/sft": 1.5, "lr": 0.1}])["lr"].tolist()
     [nan, 0.1]
     """
-    if isinstance(source, (str, Path)):
-        from ..measure.record import open_run
+    import pandas as pd
 
-        source = open_run(source)
-    table: Any = getattr(source, "metrics", source)
-    if callable(table):
-        table = table()
-    if hasattr(table, "columns") and hasattr(table, "iloc"):
-        found = {str(name): _floats(table[name]) for name in table.columns}
-        if table.index.name in STEP:
-            found.setdefault(table.index.name, _floats(table.index))
-    elif isinstance(table, Mapping):
-        found = {str(name): _floats(np.atleast_1d(np.asarray(values, object))) for name, values in table.items()}
-    elif isinstance(table, (list, tuple)) and all(isinstance(row, Mapping) for row in table):
-        names = dict.fromkeys(name for row in table for name in row)
-        found = {str(name): _floats([row.get(name) for row in table]) for name in names}
-    else:
+    table = getattr(_opened(source), "metrics", source)
+    if isinstance(table, Mapping):
+        table = {name: np.atleast_1d(np.asarray(values, dtype=object)) for name, values in table.items()}
+    elif not isinstance(table, (pd.DataFrame, list, tuple)):
         raise DataError(
             f"cannot read metrics from {type(source).__name__}; give a run, a run folder, a DataFrame, "
             "a dictionary of columns or a list of step dictionaries"
         )
-    return {name: values for name, values in found.items() if values is not None}
+    frame = pd.DataFrame(table)
+    if frame.index.name in STEP and frame.index.name not in frame:
+        frame = frame.reset_index()
+    found = {str(name): pd.to_numeric(frame[name], errors="coerce") for name in frame}
+    return {name: values.to_numpy(float, na_value=np.nan) for name, values in found.items() if values.notna().any()}
 
 
 def pick(source: Any, *names: str, optional: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -75,12 +68,10 @@ def pick(source: Any, *names: str, optional: bool = False) -> tuple[np.ndarray, 
         close = difflib.get_close_matches(missing[0], found, n=3, cutoff=0.5) or sorted(found)
         raise DataError(f"no metric {missing[0]!r} in this run; it has {', '.join(close) or 'no metrics at all'}")
     chosen = {name: found[name] for name in names if name in found}
-    count = max((len(v) for v in (chosen or found).values()), default=0)
-    step = next((found[name] for name in STEP if name in found), np.arange(count, dtype=float))
-    keep = np.zeros(count, bool)
-    for values in chosen.values():
-        keep |= np.isfinite(values) | np.isinf(values)
-    return step[:count][keep], {name: values[keep] for name, values in chosen.items()}
+    count = max((len(v) for v in chosen.values()), default=0)
+    step = next((found[name] for name in STEP if name in found), np.arange(count, dtype=float))[:count]
+    keep = ~np.isnan(list(chosen.values())).all(axis=0) if chosen else np.zeros(0, bool)
+    return step[keep], {name: values[keep] for name, values in chosen.items()}
 
 
 def by_class(source: Any, group: str = "rows") -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -104,28 +95,25 @@ def counts(source: Any, step: int | None = None, scope: str = "all") -> tuple[np
     """
     if scope not in ("all", "supervised"):
         raise DataError(f"scope={scope!r} is not one of 'all', 'supervised'")
-    if isinstance(source, (str, Path)):
-        from ..measure.record import open_run
-
-        source = open_run(source)
-    when, layers = "", None
+    source, when, layers = _opened(source), "", None
     if hasattr(source, "arrays"):
         source, layers, when = _recorded(source, step)
     elif isinstance(source, Mapping):
-        source, layers = _decided(source)
+        if f"{ARRAY}/decided" not in source:
+            raise DataError(f"no array {ARRAY}/decided among {', '.join(map(str, source)) or 'no arrays'}")
+        source, layers = source[f"{ARRAY}/decided"], source.get("policy/layers")
     table = np.asarray(source, dtype=float)
     if table.ndim == 3:
-        chosen = [CLASSES.index("supervised")] if scope == "supervised" else [
-            i for i, name in enumerate(CLASSES) if name != "padding"]  # fmt: skip
-        table = table[:, chosen].sum(axis=1)
+        wanted = ["supervised"] if scope == "supervised" else [name for name in CLASSES if name != "padding"]
+        table = table[:, [CLASSES.index(name) for name in wanted]].sum(axis=1)
     elif table.ndim != 2:
         raise DataError(f"counts must be [layers, experts] or [layers, classes, experts], got shape {table.shape}")
     elif scope != "all":
         raise DataError("counts [layers, experts] hold no classes; scope='supervised' needs [layers, classes, experts]")
-    return table, layers or [str(i) for i in range(len(table))], when
+    return table, [str(int(i)) for i in (range(len(table)) if layers is None else layers)], when
 
 
-def _recorded(run: Any, step: int | None) -> tuple[np.ndarray, list[str], str]:
+def _recorded(run: Any, step: int | None) -> tuple[np.ndarray, Any, str]:
     """The policy's decisions in the forward pass of a run: [L, C, E] of one step, or their mean over all."""
     if f"{ARRAY}/decided" not in run.array_names:
         raise DataError(f"{run.folder.name} has no per-layer arrays ({ARRAY}/decided), so expert load cannot be drawn")
@@ -133,22 +121,13 @@ def _recorded(run: Any, step: int | None) -> tuple[np.ndarray, list[str], str]:
     if not len(found.values):
         raise DataError(f"{run.folder.name} has no arrays of step {step}")
     when = f"step {step}" if step is not None else f"mean of {len(found.steps)} steps"
-    layers = run.arrays("policy/layers").values[0]
-    return np.asarray(found.values, dtype=float).mean(axis=0), [str(int(i)) for i in layers], when
+    return np.asarray(found.values, dtype=float).mean(axis=0), run.arrays("policy/layers").values[0], when
 
 
-def _decided(arrays: Mapping[str, Any]) -> tuple[Any, list[str] | None]:
-    """The policy's decisions in the forward pass, from arrays named component/pass/quantity."""
-    names = [name for name in arrays if name.split("/")[-1] == "decided"]
-    if not names:
-        raise DataError(f"no array named 'decided' among {', '.join(map(str, arrays)) or 'no arrays'}")
-    best = next((name for name in names if name == f"{ARRAY}/decided"), names[0])
-    layers = arrays.get(f"{best.split('/')[0]}/layers", arrays.get("layers"))
-    return arrays[best], None if layers is None else [str(int(i)) for i in layers]
+def _opened(source: Any) -> Any:
+    """The run of a folder; anything else as it is."""
+    if not isinstance(source, (str, Path)):
+        return source
+    from ..measure.record import open_run
 
-
-def _floats(values: Any) -> np.ndarray | None:
-    try:
-        return np.array([np.nan if v is None else v for v in values], dtype=float)
-    except (TypeError, ValueError):
-        return None
+    return open_run(source)

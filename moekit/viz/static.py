@@ -1,30 +1,27 @@
 """The static twin: any of the kit's figures drawn by matplotlib from the plotly figure itself, without a browser.
 
-One description, two renderers: the twin reads the figure's traces, axes, shapes and annotations, so the picture in a
+One description, two renderers: the twin reads the figure's traces, axes, lines and annotations, so the picture in a
 saved notebook or a printed report cannot disagree with the interactive one. It draws the trace kinds that the kit
-uses: scatter (lines, markers, steps, fills, stacks), bar (grouped, stacked, horizontal) and heatmap. Another kind is
-refused by name, not left out.
+uses: scatter (lines, markers), bar (grouped, stacked, horizontal) and heatmap. Another kind is refused by name, not
+left out.
 """
 
 from __future__ import annotations
 
 import io
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError
 from . import static_traces
-from .static_panel import PX, Panel, clean, rgba
-from .static_traces import DASH
-from .theme import FONTS, HEIGHT, INK, MARGIN, MUTED, PAPER, SERIES, SIZE, WIDTH, heading, need
+from .static_panel import DASH, PX, Panel, clean, font, rgba
+from .theme import HEIGHT, INK, MARGIN, MUTED, PAPER, SERIES, SIZE, WIDTH, heading, need
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     from matplotlib.figure import Figure
 
-SIDE = {"left": "left", "center": "center", "right": "right", "auto": "center", None: "center"}
-LEVEL = {"top": "top", "middle": "center", "bottom": "bottom", "auto": "center", None: "center"}
-KINDS = ("scatter", "scattergl", "bar", "heatmap")
+LEVEL = {"top": "top", "middle": "center", "bottom": "bottom"}
+KINDS = ("scatter", "bar", "heatmap")
 
 
 def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
@@ -57,155 +54,135 @@ def to_matplotlib(fig: go.Figure) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    unknown = sorted({t.type for t in fig.data} - set(KINDS))
-    if unknown:
+    found = {"stacked area" if t.type == "scatter" and t.stackgroup else t.type for t in fig.data}
+    if found - set(KINDS):
         raise BackendError(
-            f"the static twin draws scatter, bar and heatmap traces, not {', '.join(unknown)}; "
+            f"the static twin draws scatter, bar and heatmap traces, not {', '.join(sorted(found - set(KINDS)))}; "
             "use one of those kinds, or save this figure with plotly's own image export"
         )
     size = ((fig.layout.width or WIDTH) / 96, (fig.layout.height or HEIGHT) / 96)
     figure = Figure(figsize=size, dpi=96, facecolor=PAPER)
     FigureCanvasAgg(figure)  # not pyplot: no global state, and safe from a background thread
-    Canvas(fig, figure).draw()
+    _Page(fig, figure).draw()
     return figure
 
 
-class Canvas:
-    """The page: where panels lie, and all that is written around them."""
+class _Page:
+    """Where panels lie, and all that is written around them."""
 
     def __init__(self, fig: go.Figure, figure: Figure):
+        from matplotlib.transforms import Affine2D
+
         self.fig, self.figure, self.layout = fig, figure, fig.layout
         self.width, self.height = figure.get_size_inches() * 96
-        self.margin = {s: MARGIN[s] if self.layout.margin[s] is None else self.layout.margin[s] for s in "lrtb"}
+        m = {s: MARGIN[s] if self.layout.margin[s] is None else self.layout.margin[s] for s in "lrtb"}
+        inner = (self.width - m["l"] - m["r"]) / self.width, (self.height - m["t"] - m["b"]) / self.height
+        # paper coordinates (0..1 inside the margins) as fractions of the whole figure
+        self.paper = Affine2D().scale(*inner).translate(m["l"] / self.width, m["b"] / self.height)
         self.panels: dict[tuple[str, str], Panel] = {}
 
     def draw(self) -> None:
-        """Traces, then axes, then shapes and annotations (which need the final ranges), then title and legend."""
-        shown: list[tuple[Any, str]] = []
-        for index, trace in enumerate(self.fig.data):
-            if trace.visible in (False, "legendonly"):
-                continue
+        """Traces, then axes, then lines and annotations (whose axes need their final ranges), then the title."""
+        for index, trace in enumerate(t for t in self.fig.data if t.visible in (None, True)):
             panel = self.panel(trace.xaxis or "x", trace.yaxis or "y")
-            colour = SERIES[index % len(SERIES)]
             if trace.type == "heatmap":
-                mesh = static_traces.heatmap(panel, trace, self.font)
+                mesh = static_traces.heatmap(panel, trace)
                 if trace.showscale is not False:
-                    left = self.paper(1.02 if trace.colorbar.x is None else trace.colorbar.x, 0)[0]
-                    static_traces.colour_bar(self, mesh, trace.colorbar, panel, left, self.width, self.height)
-                continue
-            if trace.type == "bar":
-                gap = 0.2 if self.layout.bargap is None else self.layout.bargap
-                drawn = static_traces.bar(panel, trace, colour, self.font, self.layout.barmode or "group", gap)
+                    self.colour_bar(mesh, trace.colorbar, panel)
             else:
-                drawn = static_traces.scatter(panel, trace, colour, self.font)
-            if trace.name and trace.showlegend is not False:
-                shown.append((drawn, clean(trace.name)[0]))
+                getattr(static_traces, trace.type)(panel, trace, SERIES[index % len(SERIES)], self.layout)
         for panel in self.panels.values():
-            panel.finish(self.font)
+            panel.finish()
         for shape in self.layout.shapes:
-            self.shape(shape)
+            self.line(shape)
         for note in self.layout.annotations:
-            if note.text and note.visible is not False:
+            if note.text:
                 self.note(note)
         self.title()
-        if self.layout.showlegend or (self.layout.showlegend is None and len(shown) > 1):
-            self.legend(shown)
+        named = [t for t in self.fig.data if t.name and t.type != "heatmap"]
+        if named and (self.layout.showlegend or (self.layout.showlegend is None and len(named) > 1)):
+            x, y = self.paper.transform((0, 1))  # a figure of the user's own; the kit's label their lines directly
+            self.figure.legend(loc="lower left", bbox_to_anchor=(x, y), ncols=4, frameon=False, prop=font(SIZE["tick"]))
 
     def panel(self, x: str, y: str) -> Panel:
         """The pair of axes named as a trace names them, made on first use."""
         if (x, y) not in self.panels:
             xaxis, yaxis = self.layout[x.replace("x", "xaxis")], self.layout[y.replace("y", "yaxis")]
             (x0, x1), (y0, y1) = xaxis.domain or (0, 1), yaxis.domain or (0, 1)
-            (left, bottom), (right, top) = self.paper(x0, y0), self.paper(x1, y1)
+            (left, bottom), (right, top) = self.paper.transform([(x0, y0), (x1, y1)])
             ax = self.figure.add_axes((left, bottom, right - left, top - bottom), facecolor="none")
             traces = [t for t in self.fig.data if (t.xaxis or "x", t.yaxis or "y") == (x, y)]
             self.panels[x, y] = Panel(ax, xaxis, yaxis, traces, self.layout.template.layout)
         return self.panels[x, y]
 
-    def paper(self, x: float, y: float) -> tuple[float, float]:
-        """Paper coordinates (0..1 inside the margins) as fractions of the whole figure."""
-        m = self.margin
-        return (
-            (m["l"] + x * (self.width - m["l"] - m["r"])) / self.width,
-            (m["b"] + y * (self.height - m["t"] - m["b"])) / self.height,
-        )
+    def where(self, xref: str, yref: str) -> Any:
+        """From the coordinates of a shape or an annotation to the picture: paper, an axis, or an axis's domain."""
+        from matplotlib.transforms import blended_transform_factory
 
-    def font(self, size: float, bold: bool = False) -> Any:
-        """The kit's typeface at a size in pixels."""
-        from matplotlib.font_manager import FontProperties
+        parts = []
+        for ref in (xref, yref):
+            name, _, domain = ref.partition(" ")
+            ax = next((p.ax for pair, p in self.panels.items() if name in pair), None)
+            parts.append(
+                self.paper + self.figure.transFigure if ax is None else ax.transAxes if domain else ax.transData
+            )
+        return blended_transform_factory(*parts)
 
-        return FontProperties(family=list(_families()), size=size * PX, weight="bold" if bold else "normal")
+    def values(self, ref: str, values: list[Any], exponent: bool = False) -> list[float]:
+        """Coordinates as numbers. On a logarithmic axis annotations give the exponent, shapes the value."""
+        panel = next((p for pair, p in self.panels.items() if ref in pair), None)
+        if panel is None:
+            return values
+        found = panel.values(ref[0], values)
+        return (10.0**found if exponent and panel.axis(ref[0]).type == "log" else found).tolist()
 
-    def place(self, ref: str | None, value: Any, name: str, exponent: bool) -> float:
-        """A coordinate of a shape or an annotation as a fraction of the figure.
-
-        On a logarithmic axis plotly's annotations give the exponent, its shapes the value.
-        """
-        ref = ref or name
-        if ref == "paper":
-            return self.paper(value, value)[0 if name == "x" else 1]
-        key = ref.removesuffix(" domain")
-        panel = next(p for pair, p in self.panels.items() if key in pair)
-        if key != ref:
-            box = panel.ax.get_position()
-            return box.x0 + value * box.width if name == "x" else box.y0 + value * box.height
-        value = panel.values(name, [value])[0]
-        if panel.axis(name).type == "log" and exponent:
-            value = 10.0**value
-        point = (value, panel.ax.get_ylim()[0]) if name == "x" else (panel.ax.get_xlim()[0], value)
-        spot = self.figure.transFigure.inverted().transform(panel.ax.transData.transform(point))
-        return float(spot[0 if name == "x" else 1])
-
-    def shape(self, shape: Any) -> None:
-        """A line or a filled rectangle."""
+    def line(self, shape: Any) -> None:
+        """A shape that is a line."""
         from matplotlib.lines import Line2D
-        from matplotlib.patches import Rectangle
 
-        x0, x1 = (self.place(shape.xref, v, "x", False) for v in (shape.x0, shape.x1))
-        y0, y1 = (self.place(shape.yref, v, "y", False) for v in (shape.y0, shape.y1))
-        if shape.type == "rect":
-            artist = Rectangle((x0, y0), x1 - x0, y1 - y0, facecolor=rgba(shape.fillcolor or "none"), lw=0)
-        else:
-            style = DASH.get(shape.line.dash or "solid", "-")
-            width = (shape.line.width or 1) * PX
-            artist = Line2D([x0, x1], [y0, y1], color=rgba(shape.line.color or MUTED), linewidth=width, linestyle=style)
-        artist.set(transform=self.figure.transFigure, alpha=shape.opacity, zorder=-1 if shape.layer == "below" else 3)
-        self.figure.add_artist(artist)
+        if shape.type != "line":
+            return
+        xref, yref = shape.xref or "x", shape.yref or "y"
+        drawn = Line2D(
+            self.values(xref, [shape.x0, shape.x1]), self.values(yref, [shape.y0, shape.y1]),
+            color=rgba(shape.line.color or MUTED), linewidth=(shape.line.width or 1) * PX,
+            linestyle=DASH.get(shape.line.dash, "-"), zorder=-1 if shape.layer == "below" else 3,
+        )  # fmt: skip
+        drawn.set_transform(self.where(xref, yref))
+        self.figure.add_artist(drawn)
 
     def note(self, note: Any) -> None:
         """An annotation without its arrow."""
-        x = self.place(note.xref, note.x, "x", True) + (note.xshift or 0) / self.width
-        y = self.place(note.yref, note.y, "y", True) + (note.yshift or 0) / self.height
+        from matplotlib.transforms import ScaledTranslation
+
+        xref, yref = note.xref or "x", note.yref or "y"
+        (x,), (y,) = self.values(xref, [note.x], True), self.values(yref, [note.y], True)
+        shift = ScaledTranslation((note.xshift or 0) / 96, (note.yshift or 0) / 96, self.figure.dpi_scale_trans)
         text, bold = clean(note.text)
-        self.figure.text(x, y, text, ha=SIDE[note.xanchor], va=LEVEL[note.yanchor], rotation=-(note.textangle or 0),
-                         multialignment=note.align or "left", linespacing=1.25, color=rgba(note.font.color or INK),
-                         fontproperties=self.font(note.font.size or SIZE["tick"], bold))  # fmt: skip
+        self.figure.text(
+            x, y, text, transform=self.where(xref, yref) + shift, ha=note.xanchor or "center",
+            va=LEVEL.get(note.yanchor, "center"), multialignment=note.align or "left", linespacing=1.25,
+            color=rgba(note.font.color or INK), fontproperties=font(note.font.size or SIZE["tick"], bold),
+        )  # fmt: skip
 
     def title(self) -> None:
         """Title and subtitle, flush with the left edge of the plot."""
-        (title, subtitle), left = heading(self.fig), self.paper(0, 0)[0]
-        for part, down, size, colour, bold in (
-            (title, 18, self.layout.title.font.size or SIZE["title"], INK, True),
-            (subtitle, 43, SIZE["subtitle"], MUTED, False),
+        left = self.paper.transform((0, 0))[0]
+        for part, down, size, colour in zip(
+            heading(self.fig), (18, 43), (SIZE["title"], SIZE["subtitle"]), (INK, MUTED)
         ):
-            if part:
-                self.figure.text(left, 1 - down / self.height, clean(part)[0], ha="left", va="top", color=colour,
-                                 linespacing=1.25, fontproperties=self.font(size, bold))  # fmt: skip
+            self.figure.text(left, 1 - down / self.height, clean(part)[0], ha="left", va="top", color=colour,
+                             fontproperties=font(size, bold=colour == INK))  # fmt: skip
 
-    def legend(self, shown: list[tuple[Any, str]]) -> None:
-        """For figures of the user's own; the kit's figures label their lines directly."""
-        drawn = self.figure.legend(
-            [artist for artist, _ in shown], [name for _, name in shown], loc="lower left", ncols=max(1, len(shown)),
-            bbox_to_anchor=self.paper(0, 1), frameon=False, prop=self.font(SIZE["tick"]), borderaxespad=0.2,
-            handlelength=1.4, columnspacing=1.4,
-        )  # fmt: skip
-        for text in drawn.get_texts():
-            text.set_color(INK)
-
-
-@cache
-def _families() -> tuple[str, ...]:
-    from matplotlib.font_manager import fontManager
-
-    have = set(fontManager.get_font_names())
-    return (*[name for name in FONTS[:-1] if name in have][:1], FONTS[-1])
+    def colour_bar(self, mesh: Any, bar: Any, panel: Panel) -> None:
+        """A colour bar right of a panel, as high as it."""
+        box, left = panel.ax.get_position(), self.paper.transform((1.02 if bar.x is None else bar.x, 0))[0]
+        place = (left + 6 / self.width, box.y0, (bar.thickness or 14) / self.width, box.height)
+        drawn = self.figure.colorbar(mesh, cax=self.figure.add_axes(place))
+        drawn.outline.set_visible(False)
+        if bar.tickvals is not None:
+            drawn.set_ticks(list(bar.tickvals), labels=bar.ticktext)
+        drawn.ax.minorticks_off()
+        drawn.ax.tick_params(length=0, pad=4)
+        for label in drawn.ax.get_yticklabels():
+            label.set(fontproperties=font(SIZE["tick"]), color=MUTED)

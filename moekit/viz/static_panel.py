@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import html
 import re
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from .theme import GRID, INK, MUTED, PAPER, RULE, SIZE, number
+from .theme import FONTS, GRID, INK, MUTED, PAPER, RULE, SIZE, number
 
 PX = 0.75  # points in a pixel at 96 pixels to the inch
+DASH = {"dash": (0, (5, 3)), "dot": (0, (1, 2)), "dashdot": (0, (5, 2, 1, 2))}
 
 
 class Panel:
@@ -18,12 +20,12 @@ class Panel:
 
     def __init__(self, ax: Any, x: Any, y: Any, traces: list[Any], defaults: Any):
         self.ax, self.x, self.y, self.traces, self.defaults = ax, x, y, traces, defaults
-        self.stack: dict[Any, Any] = {}  # how high the stacked bars and areas are so far
-        self.categories: dict[str, dict[str, int]] = {"x": {}, "y": {}}
-        for name in "xy":
-            order = self.axis(name).categoryarray
-            for value in () if order is None else order:
-                self.categories[name].setdefault(str(value), len(self.categories[name]))
+        self.stack: dict[Any, float] = {}  # how high the stacked bars are so far
+        self.whole = {"x": True, "y": True}  # whether all numbers of an axis are whole: then no tick at 2.5
+        self.categories: dict[str, dict[str, int]] = {
+            name: {str(v): i for i, v in enumerate(() if axis.categoryarray is None else axis.categoryarray)}
+            for name, axis in (("x", x), ("y", y))
+        }
         if x.type == "log":
             ax.set_xscale("log", nonpositive="mask")
         if y.type == "log":
@@ -44,29 +46,27 @@ class Panel:
         if self.axis(name).type == "category" or any(isinstance(v, str) for v in data):
             known = self.categories[name]
             return np.array([known.setdefault(str(v), len(known)) for v in data], dtype=float)
-        return np.array([np.nan if v is None else v for v in data], dtype=float)
+        found = np.array([np.nan if v is None else v for v in data], dtype=float)
+        self.whole[name] &= not (found[np.isfinite(found)] % 1).any()
+        return found
 
-    def finish(self, font: Any) -> None:
+    def finish(self) -> None:
         """Ranges, ticks, axis titles, grid and the base line, once all traces are drawn."""
         ax = self.ax
         for name, mpl in (("x", ax.xaxis), ("y", ax.yaxis)):
             axis = self.axis(name)
-            self._ticks(name, mpl, font)
+            self._ticks(name, mpl)
             (ax.set_xlim if name == "x" else ax.set_ylim)(*self._limits(name))
             if axis.title.text:
-                label = ax.set_xlabel if name == "x" else ax.set_ylabel
-                label(clean(axis.title.text)[0], fontproperties=font(SIZE["axis"]), color=MUTED, labelpad=6)
+                mpl.set_label_text(clean(axis.title.text)[0], fontproperties=font(SIZE["axis"]), color=MUTED)
+                mpl.labelpad = 6
                 if name == "y":  # as far left as there is room, whatever the width of the tick labels
                     ax.yaxis.set_label_coords(-54 / (ax.get_position().width * 96 * ax.figure.get_figwidth()), 0.5)
             shown = self.setting(name, "showgrid") is not False
             mpl.grid(shown, **({"color": GRID, "linewidth": PX} if shown else {}))
-            mpl.set_visible(axis.visible is not False)
         ax.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            ax.spines[side].set_visible(False)
-        ax.spines["bottom"].set_visible(self.setting("x", "showline") is True and self.x.visible is not False)
-        ax.spines["bottom"].set_color(RULE)
-        ax.spines["bottom"].set_linewidth(PX)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.spines["bottom"].set(visible=self.setting("x", "showline") is True, color=RULE, linewidth=PX)
 
     def _limits(self, name: str) -> list[float]:
         axis, box = self.axis(name), self.ax.dataLim
@@ -79,72 +79,62 @@ class Panel:
             low, high = -0.5, len(self.categories[name]) - 0.5
         elif "heatmap" in kinds:
             low, high = least, most
-        elif axis.rangemode == "tozero" and axis.type != "log":
-            low, high = (0.0 if least >= 0 else low), (0.0 if most <= 0 else high)
-        elif name == "x" and "bar" not in kinds and axis.type != "log" and math.isfinite(least) and most > least:
+        elif name == "x" and kinds == {"scatter"} and axis.type != "log" and np.isfinite(least) and most > least:
             marks = any("markers" in (t.mode or "") for t in self.traces)
             slack = 0.03 * (most - least) if marks else 0.0
             low, high = least - slack, most + slack
         return [high, low] if axis.autorange == "reversed" else [low, high]
 
-    def _ticks(self, name: str, mpl: Any, font: Any) -> None:
-        from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+    def _ticks(self, name: str, mpl: Any) -> None:
+        from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
         axis, known = self.axis(name), self.categories[name]
         if axis.tickvals is not None:
-            words = (
-                axis.ticktext
-                if axis.ticktext is not None
-                else [v if isinstance(v, str) else number(v) for v in axis.tickvals]
-            )
+            words = axis.tickvals if axis.ticktext is None else axis.ticktext
             mpl.set_ticks(self.values(name, axis.tickvals), labels=[clean(str(w))[0] for w in words])
         elif known:
             mpl.set_ticks(list(known.values()), labels=[clean(w)[0] for w in known])
         else:
             if axis.type != "log":
                 most = axis.nticks or (5 if name == "y" else 7)
-                mpl.set_major_locator(MaxNLocator(most, integer=self._whole(name), steps=[1, 2, 5, 10]))
-            mpl.set_major_formatter(
-                FuncFormatter(lambda value, _: _tick(value, axis, max(map(abs, self._limits(name)))))
-            )
+                mpl.set_major_locator(MaxNLocator(most, integer=self.whole[name], steps=[1, 2, 5, 10]))
+            mpl.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, max(map(abs, self._limits(name))))))
         mpl.set_minor_locator(NullLocator())
-        if axis.showticklabels is False:
-            mpl.set_major_formatter(NullFormatter())
-        mpl.set_tick_params(length=0, pad=5)
+        mpl.set_tick_params(length=0, pad=5, **{f"label{'bottom' if name == 'x' else 'left'}": axis.showticklabels
+                                                is not False})  # fmt: skip
         for label in mpl.get_ticklabels():
-            label.set_fontproperties(font(axis.tickfont.size or SIZE["tick"]))
-            label.set_color(axis.tickfont.color or MUTED)
-
-    def _whole(self, name: str) -> bool:
-        """Whether all numbers on an axis are whole, so that a tick at 2.5 would make no sense."""
-        for trace in self.traces:
-            if getattr(trace, name) is not None:
-                values = self.values(name, getattr(trace, name))
-                if not np.all(values[np.isfinite(values)] % 1 == 0):
-                    return False
-        return True
+            label.set(fontproperties=font(axis.tickfont.size or SIZE["tick"]), color=axis.tickfont.color or MUTED)
 
 
-def _tick(value: float, axis: Any, most: float) -> str:
-    form = (axis.tickformat or "").lstrip("~")
-    if form.endswith("d"):
-        text = format(round(value), form)
-    elif form and form[-1] in "%feg":
-        text = format(value, form)
-    elif 1e4 <= most < 1e6 and value:
-        text = f"{value / 1000:g}k"
-    else:
-        text = number(value)
-    return f"{axis.tickprefix or ''}{text.replace('-', '−')}{axis.ticksuffix or ''}"
+def _tick(value: float, most: float) -> str:
+    text = f"{value / 1000:g}k" if 1e4 <= most < 1e6 and value else number(value)
+    return text.replace("-", "−")
+
+
+def font(size: float, bold: bool = False) -> Any:
+    """The kit's typeface at a size in pixels."""
+    from matplotlib.font_manager import FontProperties
+
+    return FontProperties(family=list(_families()), size=size * PX, weight="bold" if bold else "normal")
+
+
+@cache
+def _families() -> tuple[str, ...]:
+    from matplotlib.font_manager import fontManager
+
+    have = set(fontManager.get_font_names())
+    return (*[name for name in FONTS[:-1] if name in have][:1], FONTS[-1])
 
 
 def rgba(colour: Any) -> Any:
-    """matplotlib's form of a CSS colour."""
-    found = re.fullmatch(r"rgba?\(([^)]*)\)", colour) if isinstance(colour, str) else None
+    """matplotlib's form of a CSS colour, or of several."""
+    if not isinstance(colour, str):
+        return [rgba(c) for c in colour]
+    found = re.fullmatch(r"rgba?\(([^)]*)\)", colour)
     if not found:
         return colour
     parts = [float(p) for p in found[1].split(",")]
-    return (*(p / 255 for p in parts[:3]), parts[3] if len(parts) > 3 else 1.0)
+    return (*(p / 255 for p in parts[:3]), *parts[3:])
 
 
 def readable(colour: tuple[float, ...]) -> str:
@@ -153,10 +143,6 @@ def readable(colour: tuple[float, ...]) -> str:
 
 
 def clean(text: str) -> tuple[str, bool]:
-    """Plotly's small HTML as plain text, and whether all of it was bold. Dollar signs are no mathematics here."""
-    bold = bool(re.fullmatch(r"(<span[^>]*>)?<b>.*</b>(</span>)?", text, re.DOTALL))
-    text = re.sub(r"<br\s*/?>", "\n", text)
-    text = re.sub(r"<[^>]+>", "", text)
-    for entity, sign in (("&lt;", "<"), ("&gt;", ">"), ("&nbsp;", " "), ("&amp;", "&"), ("$", r"\$")):
-        text = text.replace(entity, sign)
-    return text, bold
+    """Plotly's small HTML as plain text, and whether it began bold. Dollar signs are no mathematics here."""
+    words = re.sub(r"<[^>]+>", "", re.sub(r"<br\s*/?>", "\n", text))
+    return html.unescape(words).replace("$", r"\$"), text.startswith("<b>")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import re
+import textwrap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +13,8 @@ import numpy as np
 from .theme import heading, number
 
 if TYPE_CHECKING:
+    import pandas as pd
     import plotly.graph_objects as go
-
-Table = tuple[list[str], list[list[str]], str]  # header, rows, note on what was left out
 
 
 def text(fig: go.Figure, rows: int = 12) -> str:
@@ -26,124 +27,90 @@ def text(fig: go.Figure, rows: int = 12) -> str:
     2  1.25
     3   0.5
     """
-    lines = [_words(part) for part in heading(fig) if part.strip()]
-    for header, body, note in tables(fig, rows):
-        width = [max(len(r[i]) for r in [header, *body]) for i in range(len(header))]
-        left = [not _numeric([r[i] for r in body]) for i in range(len(header))]
-        for row in [header, *body]:
-            cells = [c.ljust(w) if side else c.rjust(w) for c, w, side in zip(row, width, left)]
-            lines.append("  ".join(cells).rstrip())
-        if note:
-            lines.append(note)
-        lines.append("")
-    return "\n".join(lines).rstrip() or "empty figure"
+    blocks = []
+    for table, note in tables(fig, rows):
+        first = table.columns[0]
+        if not all(re.fullmatch(r"[\d.,]+", cell) for cell in table[first]):  # words stand left, numbers right
+            wide = max(map(len, [first, *table[first]]))
+            table = table.assign(**{first: table[first].str.ljust(wide)}).rename(columns={first: first.ljust(wide)})
+        wider = table.rename(columns=" {}".format).map(" {}".format)  # two spaces between columns
+        blocks.append(textwrap.dedent(wider.to_string(index=False)) + (f"\n{note}" if note else ""))
+    head = [_words(part) for part in heading(fig) if part.strip()]
+    return "\n".join([*head, "\n\n".join(blocks)]).strip() or "empty figure"
 
 
 def to_html(fig: go.Figure, rows: int = 12) -> str:
     """The same tables as HTML."""
-    parts = []
-    for header, body, note in tables(fig, rows):
-        number_column = [_numeric([r[i] for r in body]) for i in range(len(header))]
-        cell = lambda tag, c, right: f"<{tag}{' class=n' if right else ''}>{html.escape(c)}</{tag}>"
-        head = "".join(cell("th", c, r) for c, r in zip(header, number_column))
-        lines = "".join(
-            "<tr>" + "".join(cell("td", c, r) for c, r in zip(row, number_column)) + "</tr>" for row in body
-        )
-        parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>")
-        if note:
-            parts.append(f"<p class=note>{html.escape(note)}</p>")
-    return "".join(parts)
-
-
-def tables(fig: go.Figure, rows: int = 12) -> list[Table]:
-    """One table for all traces of a panel that share their first axis, one for each heatmap."""
-    out: list[Table] = []
-    panels: dict[Any, list[Any]] = {}
-    for trace in fig.data:
-        if trace.type == "heatmap":
-            out.append(_heatmap(fig, trace, rows))
-        elif getattr(trace, "y", None) is not None or getattr(trace, "x", None) is not None:
-            panels.setdefault((getattr(trace, "xaxis", None), getattr(trace, "yaxis", None)), []).append(trace)
-        else:
-            out.append((["trace"], [[f"{trace.name or trace.type}: no numbers to list"]], ""))
-    for traces in panels.values():
-        out.append(_series(fig, traces, rows))
-    return out
-
-
-def _series(fig: go.Figure, traces: list[Any], rows: int) -> Table:
-    words = lambda values: any(isinstance(v, str) for v in _list(values))
-    flat = getattr(traces[0], "orientation", None) == "h" or (words(traces[0].y) and not words(traces[0].x))
-    along, across = ("y", "x") if flat else ("x", "y")
-    axis = fig.layout[(getattr(traces[0], f"{along}axis", None) or along).replace(along, f"{along}axis")]
-    other = fig.layout[(getattr(traces[0], f"{across}axis", None) or across).replace(across, f"{across}axis")]
-    at: dict[Any, dict[int, Any]] = {}
-    for index, trace in enumerate(traces):
-        values = _list(getattr(trace, across))
-        places = _list(getattr(trace, along)) or list(range(len(values)))
-        for place, value in zip(places, values):
-            at.setdefault(place, {})[index] = value
-    keys = sorted(at) if all(isinstance(k, (int, float)) for k in at) else list(at)
-    keep = _pick(len(keys), rows)
-    only = _words(other.title.text or "") if len(traces) == 1 else ""
-    names = [_words(t.name) if t.name else (only or f"{across}{i + 1 if len(traces) > 1 else ''}")
-             for i, t in enumerate(traces)]  # fmt: skip
-    body = [[_cell(keys[i])] + [_cell(at[keys[i]].get(t)) for t in range(len(traces))] for i in keep]
-    return (
-        [_words(axis.title.text or ("" if words(keys) else along)), *names],
-        body,
-        _left_out(len(keys), len(keep), "rows"),
+    return "".join(
+        table.to_html(index=False, border=0, classes="numbers")
+        + (f"<p class=note>{html.escape(note)}</p>" if note else "")
+        for table, note in tables(fig, rows)
     )
 
 
-def _heatmap(fig: go.Figure, trace: Any, rows: int) -> Table:
-    z = np.array([[np.nan if v is None else v for v in row] for row in trace.z], dtype=float)
+def tables(fig: go.Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]:
+    """Table and note of each heatmap, and one for all traces of a panel, which share their first axis."""
+    panels: dict[Any, list[Any]] = {}
+    for trace in fig.data:
+        if trace.type == "heatmap":
+            yield _heatmap(fig, trace, rows)
+        elif trace.type in ("scatter", "bar"):
+            panels.setdefault((trace.xaxis or "x", trace.yaxis or "y"), []).append(trace)
+    for axes, traces in panels.items():
+        yield _series(fig, axes, traces, rows)
+
+
+def _series(fig: go.Figure, axes: tuple[str, str], traces: list[Any], rows: int) -> tuple[pd.DataFrame, str]:
+    import pandas as pd
+
+    words = lambda values: values is not None and any(isinstance(v, str) for v in values)
+    flat = traces[0].orientation == "h" or (words(traces[0].y) and not words(traces[0].x))
+    along, across = ("y", "x") if flat else ("x", "y")
+    title = lambda name: _words(fig.layout[axes["xy".index(name)].replace(name, f"{name}axis")].title.text or "")
+    at: dict[Any, dict[int, Any]] = {}
+    for index, trace in enumerate(traces):
+        values = [] if getattr(trace, across) is None else getattr(trace, across)
+        places = range(len(values)) if getattr(trace, along) is None else getattr(trace, along)
+        for place, value in zip(places, values):
+            at.setdefault(place, {})[index] = value
+    keys = list(at) if words(at) else sorted(at)
+    keep = _pick(len(keys), rows)
+    names = [_words(t.name or (title(across) if len(traces) == 1 else "") or across) for t in traces]
+    body = [[_cell(keys[i])] + [_cell(at[keys[i]].get(t)) for t in range(len(traces))] for i in keep]
+    note = f"{len(keep)} of {len(keys)} rows shown" if len(keep) < len(keys) else ""
+    return pd.DataFrame(body, columns=[title(along) or ("" if words(keys) else along), *names]), note
+
+
+def _heatmap(fig: go.Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
+    import pandas as pd
+
     # A figure that colours by a transformed value carries the value itself as customdata.
-    if trace.customdata is not None and np.asarray(trace.customdata).shape == z.shape:
-        z = np.asarray(trace.customdata, dtype=float)
-    x = _list(trace.x) if trace.x is not None else list(range(z.shape[1]))
-    y = _list(trace.y) if trace.y is not None else list(range(z.shape[0]))
+    z = np.array(trace.z if trace.customdata is None else trace.customdata, dtype=float)
+    x = range(z.shape[1]) if trace.x is None else trace.x
+    y = range(z.shape[0]) if trace.y is None else trace.y
     down, right = _pick(len(y), rows), _pick(len(x), 10)
-    words = [_words(fig.layout[f"{a}axis"].title.text or a) for a in "yx"]
-    header = [f"{words[0]} \\ {words[1]}", *(_cell(x[j]) for j in right)]
+    corner = " \\ ".join(_words(fig.layout[f"{a}axis"].title.text or a) for a in "yx")
     body = [[_cell(y[i]), *(_cell(z[i, j]) for j in right)] for i in down]
-    note = ""
+    notes = []
     if np.isfinite(z).any():
-        low, high = (np.unravel_index(f(z), z.shape) for f in (np.nanargmin, np.nanargmax))
-        spot = [f"{number(z[i])} at ({_cell(y[i[0]])}, {_cell(x[i[1]])})" for i in (low, high)]
-        note = f"smallest {spot[0]}, largest {spot[1]}"
-    hidden = _left_out(z.size, len(down) * len(right), "cells")
-    return header, body, "; ".join(part for part in (note, hidden) if part)
+        for word, find in (("smallest", np.nanargmin), ("largest", np.nanargmax)):
+            i, j = np.unravel_index(find(z), z.shape)
+            notes.append(f"{word} {number(z[i, j])} at ({_cell(y[i])}, {_cell(x[j])})")
+    note = ", ".join(notes)
+    if len(down) * len(right) < z.size:
+        note += f"; {len(down) * len(right)} of {z.size} cells shown"
+    return pd.DataFrame(body, columns=[corner, *(_cell(x[j]) for j in right)]), note
 
 
 def _pick(count: int, most: int) -> list[int]:
-    if count <= most:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
-
-
-def _left_out(count: int, shown: int, what: str) -> str:
-    return f"{shown} of {count} {what} shown" if shown < count else ""
-
-
-def _list(values: Any) -> list[Any]:
-    if values is None:
-        return []
-    return values.tolist() if isinstance(values, np.ndarray) else [getattr(v, "item", lambda v=v: v)() for v in values]
+    """Places of at most `most` of `count` things, evenly spread, with the first and the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist() if count else []
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) and value is not None:
-        return _words(str(value))
-    if isinstance(value, int):
-        return str(value)
-    return number(value)
+    value = getattr(value, "item", lambda: value)()
+    return _words(value) if isinstance(value, str) else str(value) if isinstance(value, int) else number(value)
 
 
 def _words(markup: str) -> str:
-    markup = re.sub(r"<br\s*/?>", " ", markup)
-    return html.unescape(re.sub(r"<[^>]+>", "", markup))
-
-
-def _numeric(column: list[str]) -> bool:
-    return all(re.fullmatch(r"[-−]?[\d.,]+(e[-+]?\d+)?[MGT%×]?|–|-?∞|nan", c.strip()) for c in column)
+    return html.unescape(re.sub(r"<[^>]+>", "", markup.replace("<br>", " ")))

@@ -18,6 +18,8 @@ import importlib
 import json
 import math
 import re
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,37 +33,29 @@ if TYPE_CHECKING:
 # Lightness 42, 73, 41, 81: neighbours in a stack differ in grey too. Smallest CIELAB distance between two of them,
 # with protanopia, deuteranopia or tritanopia simulated: 20 (a test computes it).
 CLASS: dict[str, str] = dict(zip(CLASSES, ("#0067A5", "#EDA63A", "#A23B72", "#C5CBD1")))
-CLASS_TEXT: dict[str, str] = dict(
-    zip(CLASSES, ("#005A91", "#8F5B00", "#8C2F61", "#5F6C7B"))
-)  # dark enough to write with
+CLASS_TEXT: dict[str, str] = dict(zip(CLASSES, ("#005A91", "#8F5B00", "#8C2F61", "#5F6C7B")))  # dark: to write with
 CLASS_MEANING = {
     "supervised": "predicts a token that is trained on",
     "context": "routed, its prediction is not trained on",
     "filtered": "its instance was removed by the filter; it still routes",
     "padding": "fills the row",
 }
-PASS = {
-    "forward": "#332288",
-    "backward": "#88CCEE",
-    "recompute": "#44AA99",
-    "score": "#999933",
-    "evaluate": "#DDCC77",
-    "prefill": "#CC6677",
-    "decode": "#882255",
-}
+PASS = dict(
+    zip(
+        ("forward", "backward", "recompute", "score", "evaluate", "prefill", "decode"),
+        ("#332288", "#88CCEE", "#44AA99", "#999933", "#DDCC77", "#CC6677", "#882255"),
+    )
+)
 SERIES = ("#0067A5", "#D55E00", "#00856A", "#7A4FA3", "#4BA3D9", "#3E4C59")
 
 INK, MUTED, RULE, GRID, PAPER = "#1F2933", "#5F6C7B", "#9AA5B1", "#E8EBEE", "#FFFFFF"
 # Below, at and above the balanced share: teal, near white, brown.
-DIVERGING = [
-    [0.0, "#00574F"],
-    [0.2, "#35978F"],
-    [0.35, "#95D3C9"],
-    [0.5, "#F7F7F5"],
-    [0.65, "#E8CE94"],
-    [0.8, "#BF812D"],
-    [1.0, "#6B3D07"],
-]
+DIVERGING = list(
+    zip(
+        (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0),
+        ("#00574F", "#35978F", "#95D3C9", "#F7F7F5", "#E8CE94", "#BF812D", "#6B3D07"),
+    )
+)
 FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
 SIZE = {"title": 17, "subtitle": 13, "axis": 13, "tick": 12, "label": 13}  # pixels at 96 to the inch
 WIDTH, HEIGHT = 720, 400  # a cell of JupyterLab with its side bar open; 19 cm wide in print
@@ -74,9 +68,8 @@ def need(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        name = module.split(".")[0]
         raise BackendError(
-            f"{purpose} needs {name}, which cannot be imported here ({error}); "
+            f"{purpose} needs {module.split('.')[0]}, which cannot be imported here ({error}); "
             'install the notebook extra: pip install "moekit[notebooks]"'
         ) from error
 
@@ -85,30 +78,17 @@ def template() -> str:
     """Register the kit's plotly template and return its name. The user's default template stays what it was."""
     pio = need("plotly.io", "drawing a figure")
     if TEMPLATE not in pio.templates:
-        go = need("plotly.graph_objects", "drawing a figure")
         axis = {
             "title": {"font": {"size": SIZE["axis"], "color": MUTED}, "standoff": 10},
             "tickfont": {"size": SIZE["tick"], "color": MUTED},
-            "gridcolor": GRID,
-            "linecolor": RULE,
-            "zeroline": False,
-            "ticks": "",
-            "ticklabelstandoff": 5,
-            "automargin": False,
         }
-        pio.templates[TEMPLATE] = go.layout.Template(
+        axis |= {"gridcolor": GRID, "linecolor": RULE, "zeroline": False, "ticklabelstandoff": 5, "automargin": False}
+        title_font = {"size": SIZE["title"], "color": INK, "weight": 600}
+        title = {"x": 0, "xref": "paper", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
+        pio.templates[TEMPLATE] = need("plotly.graph_objects", "drawing a figure").layout.Template(
             layout={
                 "font": {"family": ", ".join(FONTS) + ", sans-serif", "size": SIZE["tick"], "color": INK},
-                "title": {
-                    "x": 0,
-                    "xref": "paper",
-                    "xanchor": "left",
-                    "y": 1,
-                    "yref": "container",
-                    "yanchor": "top",
-                    "pad": {"t": 18},
-                    "font": {"size": SIZE["title"], "color": INK, "weight": 600},
-                },
+                "title": {**title, "pad": {"t": 18}, "font": title_font},
                 "paper_bgcolor": PAPER,
                 "plot_bgcolor": PAPER,
                 "colorway": list(SERIES),
@@ -119,7 +99,6 @@ def template() -> str:
                 "hoverlabel": {"font": {"size": SIZE["tick"]}, "bgcolor": PAPER},
                 "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
                 "bargap": 0.3,
-                "uniformtext": {"minsize": 10, "mode": "show"},
             }
         )
     return TEMPLATE
@@ -135,17 +114,9 @@ def figure(title: str, subtitle: str = "", *, width: int = WIDTH, height: int = 
         layout: further plotly layout settings.
     """
     go = need("plotly.graph_objects", "drawing a figure")
-    layout["margin"] = {**MARGIN, **layout.get("margin", {})}
-    return go.Figure(
-        layout={
-            "template": template(),
-            "title": {"text": headline(title, subtitle)},
-            "width": width,
-            "height": height,
-            "showlegend": False,
-            **layout,
-        }
-    )
+    size = {"width": width, "height": height, "margin": {**MARGIN, **layout.pop("margin", {})}}
+    head = {"template": template(), "title": {"text": headline(title, subtitle)}, "showlegend": False}
+    return go.Figure(layout=head | size | layout)
 
 
 def headline(title: str, subtitle: str = "") -> str:
@@ -161,9 +132,14 @@ def heading(fig: go.Figure) -> tuple[str, str]:
     >>> heading(go.Figure(layout={"title": {"text": headline("Loss", "every step")}}))
     ('Loss', 'every step')
     """
-    text = fig.layout.title.text or ""
-    title, _, subtitle = text.partition("<br>")
+    title, _, subtitle = (fig.layout.title.text or "").partition("<br>")
     return title, re.sub(r"<[^>]+>", "", subtitle) or fig.layout.title.subtitle.text or ""
+
+
+def names_axis(names: Sequence[str]) -> dict[str, Any]:
+    """Settings of a y axis that lists names from the top, in the order given."""
+    order = {"type": "category", "autorange": "reversed", "categoryarray": list(names), "categoryorder": "array"}
+    return {**order, "showgrid": False, "tickfont": {"size": SIZE["label"], "color": INK}}
 
 
 def tint(colour: str, share: float) -> str:
@@ -195,34 +171,39 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def spread(at: list[float], gap: float, low: float, high: float) -> list[float]:
+def spread(at: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Move labels apart so that neighbours are `gap` apart, inside [low, high], as little as needed.
 
     >>> spread([10.0, 11.0, 40.0], gap=6, low=0, high=50)
     [7.5, 13.5, 40.0]
     """
-    order = sorted(range(len(at)), key=lambda i: at[i])
-    groups: list[list[int]] = [[i] for i in order]
+    order = np.argsort(at, kind="stable")
+    place = gap * np.arange(len(order))
+    rest = np.asarray(at, dtype=float)[order] - place  # labels are far enough apart where this does not fall
+    even = (np.maximum.accumulate(rest) + np.minimum.accumulate(rest[::-1])[::-1]) / 2
+    out = np.empty(len(order))
+    out[order] = np.clip(even, low, max(low, high - place[-1])) + place if len(order) else even
+    return out.tolist()
 
-    def centre(group: list[int]) -> float:
-        half = gap * (len(group) - 1) / 2
-        return min(max(sum(at[i] for i in group) / len(group), low + half), high - half)
 
-    merged = True
-    while merged:
-        merged = False
-        for left, right in zip(range(len(groups)), range(1, len(groups))):
-            space = gap * (len(groups[left]) + len(groups[right])) / 2
-            if centre(groups[right]) - centre(groups[left]) < space - 1e-9:
-                groups[left : right + 1] = [groups[left] + groups[right]]
-                merged = True
-                break
-    out = list(at)
-    for group in groups:
-        start = centre(group) - gap * (len(group) - 1) / 2
-        for place, i in enumerate(group):
-            out[i] = start + place * gap
-    return out
+def note(
+    fig: go.Figure,
+    text: str,
+    x: Any,
+    y: Any,
+    *,
+    axes: tuple[str, str] = ("paper", "paper"),
+    stand: str = "left middle",
+    shift: tuple[float, float] = (0, 0),
+    colour: str = INK,
+    size: float = SIZE["label"],
+    name: str | None = None,
+) -> None:
+    """Write a text at a place: `stand` says which of its edges is there, `shift` moves it right and up by pixels."""
+    side, level = stand.split()
+    at = {"x": x, "y": y, "xref": axes[0], "yref": axes[1], "xshift": shift[0], "yshift": shift[1]}
+    look = {"xanchor": side, "yanchor": level, "align": "left", "font": {"color": colour, "size": size}}
+    fig.add_annotation(text=text, showarrow=False, name=name, **at, **look)
 
 
 def end_labels(
@@ -236,44 +217,19 @@ def end_labels(
         axis: suffix of the panel's axes, "" or "2", "3", ...
         x: right edge of the panel, in paper units.
     """
-    domain = getattr(fig.layout, f"yaxis{axis}").domain or (0.0, 1.0)
-    margin = fig.layout.margin
-    pixels = (fig.layout.height - margin.t - margin.b) * (domain[1] - domain[0])
-    to_pixel = pixels / (high - low) if high > low else 0.0
-    wanted = [(min(max(v, low), high) - low) * to_pixel if math.isfinite(v) else 0.0 for v, _, _ in labels]
-    gap = max(SIZE["label"] * 1.25 * (1 + max((t.count("<br>") for _, t, _ in labels), default=0)), 1.0)
-    for (_, text, colour), pixel in zip(labels, spread(wanted, gap, 0.0, max(pixels, gap * len(labels)))):
-        fig.add_annotation(
-            x=x,
-            xref="paper",
-            y=domain[0],
-            yref="paper",
-            yshift=pixel,
-            xshift=8,
-            text=text,
-            showarrow=False,
-            xanchor="left",
-            yanchor="middle",
-            align="left",
-            font={"color": colour, "size": SIZE["label"]},
-        )
+    bottom, top = getattr(fig.layout, f"yaxis{axis}").domain or (0.0, 1.0)
+    pixels = (fig.layout.height - fig.layout.margin.t - fig.layout.margin.b) * (top - bottom)
+    height = [min(max((v - low) / ((high - low) or 1.0), 0.0), 1.0) * pixels if math.isfinite(v) else 0.0
+              for v, _, _ in labels]  # fmt: skip
+    for (_, text, colour), up in zip(labels, spread(height, SIZE["label"] * 1.25, 0.0, pixels)):
+        note(fig, text, x, bottom, shift=(8, up), colour=colour)
 
 
 def plain(fig: go.Figure) -> dict[str, Any]:
     """The figure as JSON with every number written out (plotly packs arrays in base64, which not all viewers read)."""
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, dict):
-            if "bdata" in node and "dtype" in node:
-                flat = np.frombuffer(base64.b64decode(node["bdata"]), dtype=np.dtype(node["dtype"]))
-                shape = [int(n) for n in str(node.get("shape", flat.size)).split(",")]
-                return walk(flat.reshape(shape).tolist())
-            return {key: walk(value) for key, value in node.items()}
-        if isinstance(node, list):
-            return [walk(value) for value in node]
-        return None if isinstance(node, float) and not math.isfinite(node) else node
-
-    return walk(json.loads(str(fig.to_json())))
+    encoder = need("plotly.utils", "drawing a figure").PlotlyJSONEncoder
+    parts = {"data": [t.to_plotly_json() for t in fig.data], "layout": fig.layout.to_plotly_json()}
+    return json.loads(json.dumps(parts, cls=encoder))
 
 
 def bundle(fig: go.Figure, *, interactive: bool = True) -> dict[str, Any]:
@@ -295,28 +251,15 @@ def bundle(fig: go.Figure, *, interactive: bool = True) -> dict[str, Any]:
     return data
 
 
-def display(fig: go.Figure, *, handle: Any = None) -> None:
+def display(fig: go.Figure) -> None:
     """Show a figure so that it survives saving: interactive, as a picture, and as numbers, in one output.
-
-    Args:
-        fig: any plotly figure.
-        handle: an IPython display handle to update instead of making a new output.
 
     Outside IPython the numbers are printed.
     """
-    try:
-        from IPython.core.getipython import get_ipython
-
-        shell = get_ipython()
-    except ImportError:
-        shell = None
-    if shell is None:
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
         from . import tables
 
         print(tables.text(fig))
-    elif handle is not None:
-        handle.update(bundle(fig), raw=True)
     else:
-        from IPython.display import display
-
-        display(bundle(fig), raw=True)
+        ipython.display.display(bundle(fig), raw=True)
