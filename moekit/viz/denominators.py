@@ -52,6 +52,7 @@ def side_by_side(
     known = [v for v in ratios if math.isfinite(v)] + [1.0]
     reach = max(max(known) - 1, 1 - min(known), 0.02)
     low, high = norm_range or (1 - 1.85 * reach, 1 + 1.85 * reach)
+    low = max(low, 0.0)  # a norm is never negative
     bent = [SERIES[1] if not abs(v - 1) < SAME else RULE for v in ratios]  # grey: as the exact gradient
     fig.add_trace(
         go.Bar(
@@ -74,8 +75,9 @@ def side_by_side(
                    name="1 − cosine", cliponaxis=False, xaxis="x2", yaxis="y2", hoverinfo="skip")
     )  # fmt: skip
     for mode, reading, ratio, turn in zip(modes, table.values(), ratios, turned):
-        right = not math.isfinite(ratio) or ratio >= 1
-        inside = ratio if math.isfinite(ratio) else 1.0
+        left = math.isfinite(ratio) and ratio < 1
+        right = not left or (ratio - low) / (high - low) < 0.25  # no room for the words on the left of a short norm
+        inside = max(ratio, 1.0) if right and math.isfinite(ratio) else ratio if left else 1.0
         _say(fig, min(max(inside, low), high), "x", mode, "y", f"{ratio:.3f}×" if math.isfinite(ratio) else "–", right)
         place = None if not math.isfinite(turn) else math.log10(max(turn, floor))
         if place is not None:
