@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -11,26 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from .folder import read_json, write_json
-from .processes import adopt_orphans, kill_descendants
+from .processes import adopt_orphans, watch_parent
 from .supervisor import python_command
 
 
 def main() -> None:
-    """Entry of the agent process: ``<folder> <fd of the socket to the supervisor>``."""
+    """Entry of the agent process: ``<folder> <process id of the supervisor>``."""
     folder = Path(sys.argv[1])
-    supervisor = socket.socket(fileno=int(sys.argv[2]))
     adopt_orphans()
-    threading.Thread(target=_end_with_supervisor, args=(supervisor,), daemon=True).start()
+    threading.Thread(target=watch_parent, args=(int(sys.argv[2]),), daemon=True).start()
     code = launch(folder, read_json(folder / "config.json") or {})
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # freeing torch's modules takes half a second, in which the job would not be done
-
-
-def _end_with_supervisor(supervisor: socket.socket) -> None:
-    supervisor.recv(1)  # it never sends: this returns when it is gone
-    kill_descendants()
-    os._exit(1)
 
 
 def launch(folder: Path, config: dict[str, Any]) -> int:
@@ -53,8 +45,7 @@ def launch(folder: Path, config: dict[str, Any]) -> int:
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs" / "elastic")),
     )
-    command = python_command("worker", str(folder))
-    os.environ["MOEKIT_RUN_AGENT"] = str(os.getpid())
+    command = python_command("worker", str(folder), str(os.getpid()))
     report: dict[str, Any] = {"failures": {}, "error": ""}
     try:
         elastic_launch(elastic, command[0])(*command[1:])

@@ -17,11 +17,13 @@ JSON files are replaced in one move, so a reader never sees half of one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,8 @@ from .processes import host_id, is_alive
 
 # What a job writes about itself, and what the recipes in it write: all that `overwrite` may remove.
 _CONTROL = ("config.json", "call.pkl", "state.json", "ranks", "results", "errors")
-OWNED = (
-    *_CONTROL,
-    "logs",
-    "metrics.jsonl",
-    "arrays",
-    "checkpoints",
-    "export",
-    "card.json",
-    "card.html",
-    "report.html",
-)
+_RECIPES = ("metrics.jsonl", "arrays", "checkpoints", "export", "card.json", "card.html", "report.html")
+OWNED = (*_CONTROL, "logs", *_RECIPES)
 ENDED = ("finished", "failed", "stopped")
 HEARTBEAT_S = 5.0  # how often a supervisor touches state.json
 _SILENT_S = 60.0  # a supervisor of another host that was silent for so long is taken for dead
@@ -82,7 +75,7 @@ def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
     """
     state = read_json(folder / "state.json")
     if state is None:
-        time.sleep(0.05)
+        time.sleep(0.05)  # it may be the moment in which a full disk has it rewritten
         state = read_json(folder / "state.json")
     if state is None:
         raise ConfigError(f"no run at {folder} (no readable state.json); give the folder of a run, such as runs/<name>")
@@ -98,10 +91,8 @@ def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
         "reason": f"lost: the supervisor (process {pid} on {state['host']}) ended without recording how the job went; "
         "it was killed, could not start, or the machine went down",
     }
-    try:
+    with suppress(OSError):  # a folder that we may only read: the verdict is ours alone
         write_json(folder / "state.json", state)
-    except OSError:
-        pass  # a folder that we may only read: the verdict is ours alone
     return state
 
 
@@ -118,23 +109,14 @@ def _fresh_name(function: str, runs: Path) -> str:
     """Date, time and function name, with a number when a run of that name is there already."""
     kept = "".join(c if c.isalnum() or c in "_-" else "-" for c in function.rpartition(".")[2]).strip("-")
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{kept or 'run'}"
-    name, number = base, 1
-    while (runs / name).exists():
-        number += 1
-        name = f"{base}-{number}"
-    return name
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not (runs / name).exists())
 
 
 def create(
-    runs: str | Path,
-    name: str | None,
-    function: str,
-    config: dict[str, Any],
-    call: bytes,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-) -> Path:
+    runs: str | Path, name: str | None, function: str, config: dict[str, Any], call: bytes, *,
+    overwrite: bool = False, resume: bool = False,
+) -> Path:  # fmt: skip
     """Makes the folder of a new run, whole or not at all, and returns it.
 
     Everything is written beside the final place first and then moved there, so that neither a full disk nor a crash
@@ -146,12 +128,12 @@ def create(
         StorageError: it cannot be written.
     """
     runs = Path(runs).absolute()
+    missing = [path for path in (runs, *runs.parents) if not path.exists()]
     if name is not None and (not name or name != os.path.basename(name) or name.startswith(".")):
         raise ConfigError(f"name={name!r} cannot name a folder inside {runs}; use letters, digits, '-' and '_'")
-    made: list[Path] = []
     new = runs / f".new-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
-        made = _make_folders(runs)
+        runs.mkdir(parents=True, exist_ok=True)
         while True:
             folder = runs / (name or _fresh_name(function, runs))
             _refuse_existing(folder, overwrite or resume)
@@ -165,11 +147,9 @@ def create(
                 shutil.rmtree(new)
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
-        for path in reversed(made):
-            try:
+        for path in missing:
+            with suppress(OSError):
                 path.rmdir()
-            except OSError:
-                break
         if isinstance(error, MoekitError):
             raise
         raise StorageError(
@@ -179,41 +159,14 @@ def create(
 
 
 def _write_new(new: Path, config: dict[str, Any], call: bytes) -> None:
-    new.mkdir()
     for part in ("logs", "ranks", "results", "errors"):
-        (new / part).mkdir()
+        (new / part).mkdir(parents=True)
     (new / "call.pkl").write_bytes(call)
     write_json(new / "config.json", config)
-    write_json(
-        new / "state.json",
-        {
-            "state": "starting",
-            "reason": "",
-            "host": host_id(),
-            "pids": {"supervisor": None, "agent": None, "ranks": [None] * config["nproc"]},
-            "stamps": {},
-            "created": time.time(),
-            "started": None,
-            "ended": None,
-            "exit_codes": [None] * config["nproc"],
-            "failed_rank": None,
-        },
-    )
-
-
-def _make_folders(folder: Path) -> list[Path]:
-    """mkdir -p that says which folders it made, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    made = []
-    for path in reversed(missing):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        made.append(path)
-    if not folder.is_dir():
-        raise NotADirectoryError(20, "not a folder", str(folder))
-    return made
+    nobody = [None] * config["nproc"]
+    state = {"state": "starting", "reason": "", "host": host_id(), "exit_codes": nobody, "failed_rank": None}
+    state |= {"pids": {"supervisor": None, "agent": None, "ranks": nobody}, "stamps": {}}
+    write_json(new / "state.json", state | {"created": time.time(), "started": None, "ended": None})
 
 
 def remove(folder: Path, names: tuple[str, ...] = OWNED) -> None:
@@ -224,9 +177,7 @@ def remove(folder: Path, names: tuple[str, ...] = OWNED) -> None:
 
 
 def _refuse_existing(folder: Path, allowed: bool) -> None:
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not allowed:
+    if not allowed and (folder.exists() or folder.is_symlink()):
         raise RunExistsError(
             f"the run folder {folder} exists; give another name=, or overwrite=True to replace the run in it, or "
             "resume=True to go on in it"
@@ -249,8 +200,6 @@ def _move_into_place(new: Path, folder: Path, replaced: tuple[str, ...]) -> None
     try:
         os.rename(new, folder)
     except OSError as error:
-        if folder.exists():
-            raise RunExistsError(
-                f"the run folder {folder} was made by another job just now; give another name="
-            ) from error
-        raise
+        if not folder.exists():
+            raise
+        raise RunExistsError(f"another job made the run folder {folder} just now; give another name=") from error

@@ -17,6 +17,9 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,6 @@ from .folder import ENDED, read_json, read_state, write_json
 from .processes import host_id, is_alive, kill_descendants
 
 _POLL_S = 0.1
-_BLOCK = 1 << 16
-
-
-class Results(list):
-    """What each rank returned, by rank."""
 
 
 class LogText(str):
@@ -51,37 +49,33 @@ def attach(path: str | Path) -> Job:
 
 
 class Job:
-    """A job in its run folder. Get one from `moekit.submit` or `moekit.attach`."""
+    """A job in its run folder. Get one from `moekit.submit` or `moekit.attach`.
 
-    def __init__(self, folder: Path, process: subprocess.Popen | None = None, life: int | None = None):
+    Attributes:
+        folder, name: the run folder, and its name.
+        config: what was asked for (config.json).
+        nproc: how many ranks it has.
+    """
+
+    def __init__(self, folder: Path, process: subprocess.Popen | None = None):
         self.folder = folder
         self.config: dict[str, Any] = read_json(folder / "config.json") or {}
+        self.name = folder.name
+        self.nproc: int = self.config.get("nproc", 0)
         self._last: dict[str, Any] = {}
         self._metrics: list[dict[str, Any]] = []
         self._metrics_offset = 0
         self._over = threading.Event()
         self._own = process is not None
         if process is not None:
-            threading.Thread(target=self._collect, args=(process, life), daemon=True).start()
+            threading.Thread(target=self._collect, args=(process,), daemon=True).start()
 
-    def _collect(self, process: subprocess.Popen, life: int | None) -> None:
+    def _collect(self, process: subprocess.Popen) -> None:
         """Waits for our own supervisor, so that it leaves no zombie and waiters need not poll."""
         process.wait()
-        if life is not None:
-            os.close(life)
         self._over.set()
 
     # What it is doing
-
-    @property
-    def name(self) -> str:
-        """Name of the run folder."""
-        return self.folder.name
-
-    @property
-    def nproc(self) -> int:
-        """Ranks of the job."""
-        return self.config["nproc"]
 
     def _read(self) -> dict[str, Any]:
         if self._last.get("state") not in ENDED:
@@ -141,7 +135,7 @@ class Job:
             raise
         return self.state
 
-    def result(self, timeout: float | None = None) -> Results:
+    def result(self, timeout: float | None = None) -> list[Any]:
         """What each rank's function returned, once the job has finished; indexed by rank.
 
         Raises:
@@ -153,14 +147,11 @@ class Job:
             raise TimeoutError(f"job {self.name} is still {state} after {timeout} s; it goes on, job.stop() ends it")
         if state != "finished":
             raise self._error()
-        values = Results()
-        for rank in range(self.nproc):
-            path = self.folder / "results" / f"rank_{rank}.pkl"
-            try:
-                values.append(pickle.loads(path.read_bytes()))
-            except FileNotFoundError:
-                raise JobError(f"job {self.name} finished, but {path} is gone", rank) from None
-        return values
+        paths = [self.folder / "results" / f"rank_{rank}.pkl" for rank in range(self.nproc)]
+        for rank, path in enumerate(paths):
+            if not path.exists():
+                raise JobError(f"job {self.name} finished, but {path} is gone", rank)
+        return [pickle.loads(path.read_bytes()) for path in paths]
 
     def _error(self) -> JobError:
         state = self._read()
@@ -177,59 +168,36 @@ class Job:
 
     # Output
 
+    def logs(self, rank: int | str = 0, lines: int = 40) -> LogText:
+        """The last `lines` lines that `rank` printed; `rank` "supervisor" is the log of the job's own processes."""
+        path = self._log_path(rank)
+        if not path.exists():
+            return LogText("")
+        with path.open(errors="backslashreplace") as file:
+            return LogText("".join(deque(file, maxlen=lines)).removesuffix("\n"))
+
     def _log_path(self, rank: int | str) -> Path:
         return self.folder / "logs" / (f"rank_{rank}.log" if isinstance(rank, int) else f"{rank}.log")
 
-    def logs(self, rank: int | str = 0, lines: int = 40) -> LogText:
-        """The last `lines` lines that `rank` printed; `rank` "supervisor" is the log of the job's own processes."""
-        try:
-            with self._log_path(rank).open("rb") as file:
-                left = file.seek(0, os.SEEK_END)
-                data = b""
-                while left > 0 and data.count(b"\n") <= lines:
-                    size = min(_BLOCK, left)
-                    left -= size
-                    file.seek(left)
-                    data = file.read(size) + data
-        except FileNotFoundError:
-            return LogText("")
-        text = data.decode(errors="backslashreplace").splitlines()
-        return LogText("\n".join(text[max(0, len(text) - lines) :]))
-
     def tail(self, rank: int = 0, lines: int = 10) -> None:
         """Prints the last lines of a rank's log and then what follows, until the job ends or you interrupt."""
-        path = self._log_path(rank)
-        shown = self.logs(rank, lines)
-        offset = path.stat().st_size if path.exists() else 0
-        if shown:
-            print(shown)
-        try:
-            while True:
-                done = self.done  # before reading, so that the last lines are not missed
-                if path.exists():
-                    with path.open("rb") as file:
-                        file.seek(offset)
-                        new = file.read()
-                    offset += len(new)
-                    if new:
-                        print(new.decode(errors="backslashreplace"), end="", flush=True)
-                if done:
-                    return
-                self.wait(3 * _POLL_S)
-        except KeyboardInterrupt:
-            return
+        with suppress(KeyboardInterrupt), self._log_path(rank).open("a+", errors="backslashreplace") as file:
+            print(self.logs(rank, lines))
+            done = False
+            while not done:
+                done = self.wait(3 * _POLL_S) in ENDED  # before reading, so that the last lines are not missed
+                print(file.read(), end="", flush=True)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All metrics written so far, one dictionary per step. Reads only what is new since the last call."""
         path = self.folder / "metrics.jsonl"
-        try:
-            with path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._metrics_offset:  # it was written anew
-                    self._metrics, self._metrics_offset = [], 0
-                file.seek(self._metrics_offset)
-                data = file.read()
-        except FileNotFoundError:
+        if not path.exists():
             return []
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._metrics_offset:  # it was written anew
+                self._metrics, self._metrics_offset = [], 0
+            file.seek(self._metrics_offset)
+            data = file.read()
         whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
         self._metrics_offset += len(whole)
         for line in whole.splitlines():
@@ -274,10 +242,8 @@ class Job:
     def _force(self, state: dict[str, Any]) -> None:
         for pid in self._living(state):
             kill_descendants(pid)
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         end = time.monotonic() + 5.0
         while self._living(state) and time.monotonic() < end:
             time.sleep(0.02)
@@ -291,7 +257,11 @@ class Job:
         state = self._read()
         metrics = self.metrics()
         last = metrics[-1] if metrics else {}
-        facts = [("state", state["state"]), ("ranks", str(self.nproc)), ("elapsed", _clock(self.elapsed))]
+        facts = [
+            ("state", state["state"]),
+            ("ranks", str(self.nproc)),
+            ("elapsed", str(timedelta(seconds=int(self.elapsed)))),
+        ]
         if "step/index" in last:
             facts.insert(1, ("step", f"{last['step/index']:g}"))
         shown = [key for key in ("loss/total", "rate/supervised_tokens_s", "lr") if key in last]
@@ -304,15 +274,9 @@ class Job:
         return f"Job({self.name}: " + ", ".join(f"{key} {value}" for key, value in self._facts()) + ")"
 
     def _repr_html_(self) -> str:
+        left = "style='text-align:left'"
         cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(key)}</th>"
-            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
-            for key, value in self._facts()
+            f"<tr><th {left}>{key}</th><td {left}>{html.escape(value)}</td></tr>" for key, value in self._facts()
         )
         folder = html.escape(str(self.folder))
         return f"<table><caption>job <b>{html.escape(self.name)}</b> in <code>{folder}</code></caption>{cells}</table>"
-
-
-def _clock(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -81,10 +82,8 @@ def kill_descendants(pid: int | None = None, patience: float = 10.0) -> list[int
     end = time.monotonic() + patience
     while left := descendants(pid):
         for process in left:
-            try:
+            with suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                pass
         psutil.wait_procs(left, timeout=0.5)
         if time.monotonic() > end:
             return [process.pid for process in descendants(pid)]
@@ -93,17 +92,13 @@ def kill_descendants(pid: int | None = None, patience: float = 10.0) -> list[int
 
 def reap() -> None:
     """Collects adopted orphans that have ended, so that they do not stay as zombies."""
-    try:
+    with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
 
 
 def _prctl(option: int, value: int) -> bool:
-    if sys.platform != "linux":
-        return False
-    return ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
 
 
 def adopt_orphans() -> bool:
@@ -114,15 +109,17 @@ def adopt_orphans() -> bool:
 def die_with_parent(parent: int) -> None:
     """From now on this process is killed when `parent`, which must be its parent, ends in whatever way."""
     if not _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+        threading.Thread(target=watch_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
 
 
-def _watch_parent(parent: int) -> None:
+def watch_parent(parent: int) -> None:
+    """Waits until `parent` is this process's parent no more; then ends all that is below this process, and itself."""
     while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
+        time.sleep(0.1)
+    kill_descendants()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def signal_name(number: int) -> str:

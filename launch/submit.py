@@ -7,20 +7,20 @@ import functools
 import importlib.machinery
 import importlib.metadata
 import inspect
-import io
 import json
 import linecache
 import os
 import pickle
+import reprlib
 import subprocess
 import sys
 import time
 import uuid
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -31,10 +31,12 @@ from .host import cpu_count, environment, port_is_free
 from .job import Job
 from .processes import stamp
 from .supervisor import python_command
-from .worker import code_with_file
+from .worker import dumps
 
 _LARGE_CALL = 256 << 20
 _PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 500
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
@@ -89,31 +91,25 @@ def submit(
         RunExistsError: the run folder exists. Nothing was touched.
         StorageError: the run folder cannot be written. Nothing was started or left behind.
     """
-    threads = max(1, cpu_count() // nproc) if threads is None and _is_count(nproc) else threads
-    _check(fn, nproc, nodes, backend, env, threads, timeout, device, malloc, port)
+    if threads is None and _is_count(nproc):
+        threads = max(1, cpu_count() // nproc)
+    settings = {"backend": backend, "nodes": nodes, "nproc": nproc, "threads": threads, "device": device}
+    settings |= {"timeout": timeout, "malloc": malloc, "port": port}
+    _check(fn, env or {}, **settings)
     function = _name_of(fn)
     call = _pack(fn, args, kwargs, function)
-    config = {
+    config = settings | {
         "run_id": uuid.uuid4().hex,
         "function": function,
         "args": [_describe(value) for value in args],
         "kwargs": {key: _describe(value) for key, value in kwargs.items()},
-        "backend": backend,
-        "nodes": nodes,
-        "nproc": nproc,
-        "threads": threads,
-        "device": device,
-        "timeout": timeout,
-        "malloc": malloc,
-        "port": port,
         "detach": detach,
+        "resume": resume,
         "env": {k: "***" if any(word in k.upper() for word in _SECRET) else v for k, v in (env or {}).items()},
         "versions": _versions(),
         "python": sys.executable,
         "command": sys.argv,
         "cwd": os.getcwd(),
-        "call_bytes": len(call),
-        "resume": resume,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     folder = create(runs, name, function, config, call, overwrite=overwrite, resume=resume)
@@ -125,17 +121,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _check(
-    fn: Any,
-    nproc: Any,
-    nodes: Any,
-    backend: Any,
-    env: Any,
-    threads: Any,
-    timeout: Any,
-    device: Any,
-    malloc: Any,
+    fn: Any, env: Any, *, backend: Any, nodes: Any, nproc: Any, threads: Any, device: Any, timeout: Any, malloc: Any,
     port: Any,
-) -> None:
+) -> None:  # fmt: skip
     def need(ok: bool, message: str) -> None:
         if not ok:
             raise ConfigError(message)
@@ -151,7 +139,7 @@ def _check(
     need(is_number and 0 < timeout < 1e9, f"timeout={timeout!r} must be a number of seconds above 0")
     need(device in ("auto", "cpu", "cuda"), f"device={device!r} is not one of 'auto', 'cpu', 'cuda'")
     need(malloc in ("default", "keep"), f"malloc={malloc!r} is not one of 'default', 'keep'")
-    strings = isinstance(env or {}, dict) and all(isinstance(s, str) for pair in (env or {}).items() for s in pair)
+    strings = isinstance(env, dict) and all(isinstance(text, str) for pair in env.items() for text in pair)
     need(strings, f"env={env!r} must map names of variables to strings")
     if port is not None:
         need(_is_count(port) and port < 65536, f"port={port!r} must be a TCP port, 1 to 65535, or None for a free one")
@@ -183,7 +171,7 @@ def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
             cloudpickle.register_pickle_by_value(module)
             undo.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
-            call = _dumps((fn, args, kwargs))
+            call = dumps((fn, args, kwargs))
         except Exception as error:
             raise ConfigError(
                 f"{function} and its arguments cannot be sent to other processes ({type(error).__name__}: {error}); "
@@ -195,29 +183,8 @@ def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
             "give the path of large data instead",
             stacklevel=3,
         )
-    return pickle.dumps(
-        {
-            "cwd": os.getcwd(),
-            "sys_path": [os.path.abspath(entry) for entry in sys.path],
-            "sources": _typed_sources(),
-            "call": call,
-        },
-        protocol=pickle.HIGHEST_PROTOCOL,
-    )
-
-
-def _dumps(value: Any) -> bytes:
-    """cloudpickle that keeps the file name of code, so that a rank's traceback can show a cell's lines."""
-
-    class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, CodeType):
-                return code_with_file, (*self.dispatch_table[CodeType](obj), obj.co_filename)
-            return super().reducer_override(obj)
-
-    with io.BytesIO() as file:
-        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+    path = [os.path.abspath(entry) for entry in sys.path]
+    return pickle.dumps({"cwd": os.getcwd(), "sys_path": path, "sources": _typed_sources(), "call": call})
 
 
 def _ranks_can_import(module: ModuleType) -> bool:
@@ -236,80 +203,51 @@ def _ranks_can_import(module: ModuleType) -> bool:
 
 def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
-        try:
-            spec = find_spec(name, path) if find_spec else None
-        except Exception:  # noqa: BLE001  a finder of somebody else's; the next one may know
-            spec = None
-        if spec is not None:
-            return spec
+        with suppress(Exception):  # a finder of somebody else's; the next one may know
+            if spec := finder.find_spec(name, path):
+                return spec
     return None
 
 
-def _typed_sources(limit: int = 1 << 20) -> dict[str, str]:
-    """Sources that exist in no file (cells, the prompt), newest first up to `limit` characters."""
-    found: dict[str, str] = {}
-    for name, entry in reversed(list(linecache.cache.items())):
-        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
-            text = "".join(entry[2])
-            limit -= len(text)
-            if limit < 0:
-                break
-            found[name] = text
-    return found
+def _typed_sources() -> dict[str, str]:
+    """Sources that exist in no file: cells, the prompt."""
+    typed = [(name, entry) for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None]
+    return {name: "".join(entry[2]) for name, entry in typed if not os.path.exists(name)}
 
 
 def _describe(value: Any) -> Any:
     """`value` for config.json: configs as dictionaries, plain data as it is, anything else as a short repr."""
-    try:
-        plain: Any = value
+    with suppress(Exception):  # not plain data; its own code may raise anything
+        plain = value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            to_dict = getattr(value, "to_dict", None)
-            plain = to_dict() if callable(to_dict) else dataclasses.asdict(value)
+            plain = value.to_dict() if hasattr(value, "to_dict") else dataclasses.asdict(value)
         if len(json.dumps(plain)) <= 100_000:
             return plain
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001  not plain data; its own code may raise anything
-        try:
-            text = repr(value)
-        except Exception:  # noqa: BLE001
-            text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
-    return text if len(text) <= 500 else text[:500] + "..."
+    return _SHORT.repr(value)
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+def _versions() -> dict[str, str]:
+    installed = {d.name: d.version for name in _PACKAGES for d in importlib.metadata.Distribution.discover(name=name)}
+    return {"python": sys.version.split()[0]} | installed
 
 
 def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
-    """Starts the supervisor. An attached one holds the reading end of a pipe whose writing end is ours alone."""
-    read_end, write_end = (-1, -1) if detach else os.pipe()
+    """Starts the supervisor, which watches this process unless the job is detached."""
     me = os.getpid()
+    watched = [] if detach else [str(me), stamp(me) or ""]
     try:
         with (folder / "logs" / "supervisor.log").open("ab") as log:
             process = subprocess.Popen(
-                python_command("supervisor", str(folder), str(read_end), str(me), stamp(me) or ""),
+                python_command("supervisor", str(folder), *watched),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=() if detach else (read_end,),
                 start_new_session=True,  # an interrupt meant for the notebook must not reach the job
             )
     except OSError as error:
-        if write_end >= 0:
-            os.close(write_end)
         remove(folder)
         if not any(folder.iterdir()):
             folder.rmdir()
         raise StorageError(f"cannot start the job in {folder}: {error}; no process was left") from error
-    finally:
-        if read_end >= 0:
-            os.close(read_end)
-    return Job(folder, process, write_end if not detach else None)
+    return Job(folder, process)

@@ -2,12 +2,12 @@
 
 ::
 
-    whoever called submit --pipe--> supervisor --socket--> agent (torch elastic) --> rank 0, rank 1, ...
+    whoever called submit --> supervisor --> agent (torch elastic) --> rank 0, rank 1, ...
 
 The supervisor imports no torch, so it is there within 0.1 s and is too small to be what the system kills when memory
-runs out. It watches three things: the pipe to its submitter (end of file = the notebook kernel is gone, however it
-died; a detached job has no pipe), the socket to the agent, and SIGTERM (= `Job.stop`). In each case it ends the whole
-tree below it and writes the last state. It adopts orphans, so what a killed rank leaves behind is ended too.
+runs out. It looks ten times a second at three things: its submitter (gone = the notebook kernel ended, in whatever
+way; a detached job has none), the agent, and SIGTERM (= `Job.stop`). In each case it ends the whole tree below it and
+writes the last state. It adopts orphans, so what a killed rank leaves behind is ended too.
 
 The agent runs `torch.distributed.launcher.api.elastic_launch`: rendezvous on a port of its own, no restarts. When
 its supervisor is gone it ends all ranks and itself; ranks die with the agent. So no single kill leaves a process.
@@ -16,14 +16,13 @@ its supervisor is gone it ends all ranks and itself; ranks die with the agent. S
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,53 +42,26 @@ def python_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", code, *arguments]
 
 
-class _State:
-    """state.json of one run, written when it changes and touched when it does not."""
-
-    def __init__(self, folder: Path):
-        self.path = folder / "state.json"
-        self.values: dict[str, Any] = read_json(self.path) or {}
-        self.touched = time.monotonic()
-
-    def update(self, **changes: Any) -> None:
-        self.values |= changes
-        write_json(self.path, self.values)
-        self.touched = time.monotonic()
-
-    def heartbeat(self) -> None:
-        if time.monotonic() - self.touched > HEARTBEAT_S:
-            os.utime(self.path)
-            self.touched = time.monotonic()
-
-
 def main() -> None:
-    """Entry of the supervisor process: ``<folder> <pipe fd or -1> <submitter pid> <submitter stamp>``."""
-    folder = Path(sys.argv[1])
-    _Supervisor(folder, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).run()
+    """Entry of the supervisor process: ``<folder> [<process id of the submitter> <its stamp>]``."""
+    _Supervisor(Path(sys.argv[1]), *sys.argv[2:]).run()
 
 
 class _Supervisor:
-    def __init__(self, folder: Path, pipe: int, submitter: int, submitter_stamp: str):
+    def __init__(self, folder: Path, submitter: str = "", submitter_stamp: str = ""):
         self.folder = folder
         self.config = read_json(folder / "config.json") or {}
-        self.pipe = pipe
         self.submitter = submitter, submitter_stamp
-        self.state = _State(folder)
+        self.state = read_json(folder / "state.json") or {}
         self.stop_reason = ""
 
     def run(self) -> None:
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
-        ranks = [None] * self.config["nproc"]
-        me = os.getpid()
-        self.state.update(
-            pids={"supervisor": me, "agent": None, "ranks": ranks}, stamps={str(me): stamp(me)}, started=time.time()
-        )
-        code: int | None = None
+        self._note_process("supervisor", os.getpid(), started=time.time())
         try:
-            code = self._watch()
-            changes = self._outcome(code)
+            changes = self._outcome(self._watch())
         except BaseException:  # noqa: BLE001  the state must say how it ended, whatever happened
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             changes = {"state": "failed", "reason": "the supervisor failed; see logs/supervisor.log"}
@@ -98,62 +70,56 @@ class _Supervisor:
         if left:
             changes["reason"] += f" (processes {left} could not be killed)"
         shutil.rmtree(self.folder / "logs" / "elastic", ignore_errors=True)
-        self.state.update(ended=time.time(), **changes)
+        self._update(ended=time.time(), **changes)
+
+    def _update(self, **changes: Any) -> None:
+        self.state |= changes
+        write_json(self.folder / "state.json", self.state)
+        self.written = time.monotonic()
+
+    def _note_process(self, role: str, pid: int, **changes: Any) -> None:
+        self.state["pids"][role] = pid
+        self.state["stamps"][str(pid)] = stamp(pid)
+        self._update(**changes)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.stop_reason = self.stop_reason or f"stopped on request ({signal_name(number)})"
 
     def _watch(self) -> int | None:
         """Runs the agent until it ends (its exit code) or the job is to be stopped (None, with the tree ended)."""
-        ours, theirs = socket.socketpair()
-        agent = subprocess.Popen(
-            python_command("agent", str(self.folder), str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        pids = self.state.values["pids"] | {"agent": agent.pid}
-        self.state.update(pids=pids, stamps=self.state.values["stamps"] | {str(agent.pid): stamp(agent.pid)})
-        watched = [ours.fileno()] + ([self.pipe] if self.pipe >= 0 else [])
+        command = python_command("agent", str(self.folder), str(os.getpid()))
+        agent = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._note_process("agent", agent.pid)
+        pid, start = self.submitter
         while not self.stop_reason:
-            ready = select.select(watched, [], [], _POLL_S)[0]
-            if ours.fileno() in ready:  # end of file: the agent has ended
-                code = agent.wait()
+            with suppress(subprocess.TimeoutExpired):
+                code = agent.wait(_POLL_S)
                 self._note_ranks()
                 return code
-            if self.pipe >= 0 and (self.pipe in ready or not is_alive(*self.submitter)):
-                self.stop_reason = f"the process that submitted the job (process {self.submitter[0]}) ended"
+            if pid and not is_alive(int(pid), start):
+                self.stop_reason = f"the process that submitted the job (process {pid}) ended"
             self._note_ranks()
-            self.state.heartbeat()
-        self._end_tree(agent)
-        return None
-
-    def _end_tree(self, agent: subprocess.Popen) -> None:
-        """SIGTERM to the agent, which hands it to the ranks; SIGKILL to all that is left after the grace."""
+            if time.monotonic() - self.written > HEARTBEAT_S:
+                self._update()
+        # SIGTERM to the agent, which hands it to the ranks; after the grace `run` ends all that is left.
         agent.terminate()
         end = time.monotonic() + STOP_GRACE_S
         while time.monotonic() < end and descendants():
             agent.poll()
             time.sleep(0.05)
+        return None
 
     def _note_ranks(self) -> None:
         """Takes over what the ranks say about themselves; all of them in the function = the job is running."""
-        values = self.state.values
-        if values["state"] == "running":
+        if self.state["state"] == "running":
             return
-        pids, stamps = list(values["pids"]["ranks"]), dict(values["stamps"])
-        phases = []
-        for rank in range(self.config["nproc"]):
-            said = read_json(self.folder / "ranks" / f"rank_{rank}.json") or {}
-            phases.append(said.get("phase", ""))
-            if said and pids[rank] is None:
-                pids[rank] = said["pid"]
-                stamps[str(said["pid"])] = said["stamp"]
-        running = all(phase not in ("", "starting") for phase in phases)
-        if pids != values["pids"]["ranks"] or running:
-            self.state.update(
-                pids=values["pids"] | {"ranks": pids}, stamps=stamps, state="running" if running else "starting"
-            )
+        said = [read_json(self.folder / "ranks" / f"rank_{r}.json") or {} for r in range(self.config["nproc"])]
+        pids = [rank.get("pid") for rank in said]
+        running = all(rank.get("phase", "starting") != "starting" for rank in said)
+        if pids != self.state["pids"]["ranks"] or running:
+            self.state["pids"]["ranks"] = pids
+            self.state["stamps"] |= {str(rank["pid"]): rank["stamp"] for rank in said if rank}
+            self._update(state="running" if running else "starting")
 
     def _outcome(self, code: int | None) -> dict[str, Any]:
         nproc = self.config["nproc"]
@@ -167,11 +133,11 @@ class _Supervisor:
             kind = f": {failed['type']}:" if failed["type"] else ""
             reason = f"rank {failed['rank']}{kind} {failed['message']}".splitlines()[0]
             return {"state": "failed", "reason": reason, "exit_codes": codes, "failed_rank": failed["rank"]}
-        if code != 0 or report.get("error"):
-            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            reason = report.get("error") or f"the launching process {how}; see logs/supervisor.log"
-            return {"state": "failed", "reason": reason, "exit_codes": codes}
-        return {"state": "finished", "exit_codes": codes}
+        if code == 0:
+            return {"state": "finished", "exit_codes": codes}
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        reason = report.get("error") or f"the launching process {how}; see logs/supervisor.log"
+        return {"state": "failed", "reason": reason, "exit_codes": codes}
 
 
 def first_failure(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import linecache
 import os
 import pickle
@@ -21,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import cloudpickle
 
 from ..errors import ConfigError
 from .folder import read_json, write_json
@@ -47,7 +50,8 @@ def here() -> Here:
     >>> here().world
     1
     """
-    rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in _RANK_VARIABLES)
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     device = os.environ.get("MOEKIT_RUN_DEVICE")
     if device is None:
         import torch
@@ -57,22 +61,16 @@ def here() -> Here:
     return Here(rank, world, local_rank, device, Path(folder) if folder else None)
 
 
-_RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-
-
 def main() -> None:
-    """Entry of a rank's process: ``<folder>``, with the rank in the environment, as torchrun sets it."""
-    agent = os.environ.get("MOEKIT_RUN_AGENT")
-    die_with_parent(int(agent) if agent else os.getppid())
-    folder = Path(sys.argv[1])
-    rank = int(os.environ["RANK"])
-    config = read_json(folder / "config.json") or {}
+    """Entry of a rank's process: ``<folder> <process id of the agent>``; the rank is in the environment."""
+    folder, agent, rank = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
+    die_with_parent(agent)
     _log_to(folder / "logs" / f"rank_{rank}.log")
     faulthandler.enable()
     os.environ["MOEKIT_RUN_FOLDER"] = str(folder)
     _tell(folder, rank, "starting")
     try:
-        value = _call(folder, config, rank)
+        value = _call(folder, read_json(folder / "config.json") or {}, rank)
         _store_result(folder / "results" / f"rank_{rank}.pkl", value, rank)
         _tell(folder, rank, "returned")
     except BaseException as error:  # noqa: BLE001  whatever ended the call is what the user has to see
@@ -87,25 +85,39 @@ def main() -> None:
 
 def _log_to(path: Path) -> None:
     """stdout and stderr, also those of C++ code and of child processes, go to one file, line by line."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def _tell(folder: Path, rank: int, phase: str) -> None:
-    pid = os.getpid()
-    write_json(
-        folder / "ranks" / f"rank_{rank}.json",
-        {"rank": rank, "pid": pid, "stamp": stamp(pid), "phase": phase, "time": time.time()},
-    )
+    said = {"pid": os.getpid(), "stamp": stamp(os.getpid()), "phase": phase}
+    write_json(folder / "ranks" / f"rank_{rank}.json", said)
 
 
 def code_with_file(make: Callable[..., CodeType], parts: tuple, file: str) -> CodeType:
     """A code object from what cloudpickle took it apart into, with the name of the file or cell that it came from."""
     return make(*parts).replace(co_filename=file)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            return code_with_file, (*self.dispatch_table[CodeType](obj), obj.co_filename)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.is_cuda:
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """cloudpickle, in which code keeps the name of its file or cell (for tracebacks), and CUDA tensors go to the CPU:
+    to read a result must not start CUDA in the notebook."""
+    with io.BytesIO() as file:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
 
 
 def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
@@ -152,33 +164,19 @@ def _join(config: dict[str, Any]) -> None:
         timeout=timedelta(seconds=config["timeout"]),
         device_id=torch.device(device) if device != "cpu" else None,
     )
+    # Together once: a rank whose function ended at once would cut off those that still make their connections.
+    dist.all_reduce(torch.zeros(1))
 
 
 def _store_result(path: Path, value: Any, rank: int) -> None:
-    import cloudpickle
-    import torch
-
-    class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            # CUDA tensors come back on the CPU: reading a result must not start CUDA in the notebook.
-            if isinstance(obj, torch.Tensor) and obj.is_cuda:
-                return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-            return super().reducer_override(obj)
-
-    new = path.with_name(f".{path.name}")
     try:
-        with new.open("wb") as file:
-            Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        os.replace(new, path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+        data = dumps(value)
     except Exception as error:
-        new.unlink(missing_ok=True)
         raise ConfigError(
             f"the value that rank {rank} returned cannot be pickled ({type(error).__name__}: {error}); return plain "
             "data, arrays or tensors, or write a file in moekit.here().folder"
         ) from error
+    path.write_bytes(data)
 
 
 _COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|process ?group", re.IGNORECASE)
@@ -199,22 +197,10 @@ def _store_error(folder: Path, rank: int, error: BaseException) -> None:
     when = time.time()
     text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
     print(text, file=sys.stderr, flush=True)
+    knock_on = "torch" in sys.modules and _is_knock_on(error)
+    values = {"rank": rank, "type": type(error).__name__, "message": str(error), "traceback": text}
     try:
-        knock_on = _is_knock_on(error)
-    except ImportError:
-        knock_on = False
-    try:
-        write_json(
-            folder / "errors" / f"rank_{rank}.json",
-            {
-                "rank": rank,
-                "type": type(error).__name__,
-                "message": str(error),
-                "traceback": text,
-                "time": when,
-                "knock_on": knock_on,
-            },
-        )
+        write_json(folder / "errors" / f"rank_{rank}.json", values | {"time": when, "knock_on": knock_on})
     except OSError:
         traceback.print_exc()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moekit.launch.host import Gpu, cpu_count, environment, free_gpus, free_port, gpus, port_is_free
+from moekit.launch.host import Gpu, cpu_count, environment, gpus, port_is_free
 
 AFFINITY = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
@@ -36,8 +36,9 @@ def test_a_port_with_a_listener_is_not_free() -> None:
         with socket.socket() as s:
             s.bind((address, 0))
             s.listen()
-            assert not port_is_free(s.getsockname()[1])
-    assert port_is_free(free_port())
+            port = s.getsockname()[1]
+            assert not port_is_free(port)
+        assert port_is_free(port)
 
 
 def test_gpus_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +58,6 @@ def test_gpus_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Gpu(1, "GPU-b", "NVIDIA H200", 143771, 90000, (4242, 4243)),
         Gpu(2, "GPU-c", "Orin", 0, 0),
     ]
-    assert [gpu.index for gpu in free_gpus()] == [0, 2]
     fake.write_text("#!/bin/sh\necho no driver; exit 9\n")
     assert gpus() == []
     fake.unlink()

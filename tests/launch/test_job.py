@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -69,6 +70,20 @@ def test_logs_are_the_last_lines(folder: Path) -> None:
     assert repr(job.logs(1, 1)) == "no newline yet"  # a notebook shows the lines, not their quotes
     (folder / "logs" / "rank_0.log").write_bytes(b"\xff\xfe bytes\n")
     assert job.logs(0) == "\\xff\\xfe bytes"
+
+
+def test_tail_prints_the_last_lines_and_what_follows(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    log = folder / "logs" / "rank_1.log"
+    log.write_text("first\nsecond\nthird\n")
+
+    def go_on() -> None:
+        with log.open("a") as file:
+            file.write("fourth\n")
+        end(folder, "finished")
+
+    threading.Timer(0.4, go_on).start()
+    Job(folder).tail(1, lines=2)
+    assert capsys.readouterr().out == "second\nthird\nfourth\n"
 
 
 def test_results_are_a_list_by_rank(folder: Path) -> None:
