@@ -26,6 +26,7 @@ from ..data.batch import Batch
 from ..data.chat import load_tokenizer
 from ..data.dataset import build
 from ..data.source import load_examples
+from ..data.stream import RowStream
 from ..data.tokenizer import train_tokenizer
 from ..errors import CheckpointError, RunExistsError
 from ..launch.job import attach
@@ -187,8 +188,8 @@ def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chats: 
 
 def denominators(model: Transformer, config: SFTConfig, tokenizer: Any, rows: int = 4) -> dict[str, dict[str, Any]]:
     """What each denominator makes of one batch, cut into two ranks with two microbatches each: mode -> reading."""
-    batch = build(config.data, tokenizer, config.rows).batch(range(rows))
-    lab = DenominatorLab(model, batch, SFT())
+    found = build(config.data, tokenizer, config.rows)
+    lab = DenominatorLab(model, found.batch(RowStream(found, rows).take()), SFT())
     return {mode: lab.measure(mode, ranks=2, microbatches=2).as_dict() for mode in get_args(Denominator)}
 
 

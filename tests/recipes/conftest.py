@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from moekit.config import DataConfig, LearnerConfig, ModelConfig, RouterLossConfig, SFTConfig
 from moekit.data.tokenizer import train_tokenizer
@@ -32,10 +34,20 @@ class Kit:
             lr=1e-2, warmup_steps=2, weight_decay=0.1, router=RouterLossConfig(balance=0.02, z=1e-3)
         )
         base = SFTConfig(
-            model=str(self.model), data=str(self.data), out=str(out) if out else None, steps=6, batch_rows=3,
+            model=str(self.model), data=str(self.data), out=str(out) if out else None, steps=6, batch_rows=7,
             microbatch_rows=2, learner=learner, rows=DataConfig(length=48), save_every=3,
         )  # fmt: skip
         return replace(base, **changes)
+
+
+def with_nan(model: Path, folder: Path) -> str:
+    """A copy of a Hugging Face folder with one NaN among the weights; returns the tensor's name."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(n for n in weights if "experts.2.down_proj" in n)
+    weights[name][0, 1] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return name
 
 
 def chats(count: int) -> list[dict[str, Any]]:
@@ -69,6 +81,12 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     )  # fmt: skip
     export(Transformer(shape, seed=3), folder / "model", folder / "tokenizer")
     return Kit(folder / "tokenizer", folder / "model", data, shape)
+
+
+@pytest.fixture
+def broken_model(kit: Kit, tmp_path: Path) -> tuple[Path, str]:
+    """A model folder with a NaN, and the name of the tensor that has it."""
+    return tmp_path / "broken", with_nan(kit.model, tmp_path / "broken")
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from moekit.config import DataConfig
 from moekit.errors import CheckpointError, ConfigError, DataError, NumericsError, RunExistsError, StorageError
@@ -87,14 +85,9 @@ def test_rows_longer_than_the_model(kit, tmp_path):
     train(kit.config(tmp_path / "run", rows=DataConfig(length=96), steps=1, export=False))
 
 
-def test_nan_weights_are_refused(kit, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(kit.model, folder)
-    weights = load_file(folder / "model.safetensors")
-    name = next(n for n in weights if "experts.2.down_proj" in n)
-    weights[name][0, 1] = torch.nan
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    refused(kit.config(tmp_path / "run", model=str(folder)), NumericsError, name)
+def test_nan_weights_are_refused(kit, tmp_path, broken_model):
+    folder, tensor = broken_model
+    refused(kit.config(tmp_path / "run", model=str(folder)), NumericsError, tensor)
 
 
 def test_a_model_that_is_none(kit, tmp_path):

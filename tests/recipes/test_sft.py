@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from moekit.config import DataConfig, FilterConfig, SFTConfig
-from moekit.errors import ConfigError, RunExistsError, StorageError
+from moekit.errors import ConfigError, NumericsError, RunExistsError, StorageError
 from moekit.measure.record import open_run
 from moekit.recipes import setup
 from moekit.recipes import sft as recipe
@@ -60,9 +60,11 @@ def test_a_run_leaves_what_it_says(kit, whole):
     assert run.card.accounting["steps"] == 6 and run.card.objective["denominator"] == "global_tokens"
     assert SFTConfig.from_dict(run.config["recipe"]) == kit.config(folder)
     assert (folder / "card.html").exists()
-    # every row of an epoch is seen once: two epochs and a bit of a data set of a few rows
-    rows = run.card.batch["report"]["rows"]
-    assert found[-(-rows // 3) - 1]["data/row"] == rows and found[-1]["data/epoch"] == 5 // -(-rows // 3)
+    rows, steps = run.card.batch["report"]["rows"], -(-run.card.batch["report"]["rows"] // 7)  # of one epoch
+    assert 1 < steps < 6 and rows % 7  # more than one epoch, whose last step is short
+    assert [(r["data/epoch"], r["data/row"]) for r in found] == [
+        (i // steps, min(7 * (i % steps + 1), rows)) for i in range(6)
+    ]
 
 
 def test_transformers_loads_the_export(kit, whole):
@@ -140,7 +142,7 @@ def test_overwrite_replaces_the_run_and_nothing_else(kit, tmp_path):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_overwrite_with_bad_input_leaves_the_old_run(kit, tmp_path):
+def test_overwrite_with_bad_input_leaves_the_old_run(kit, tmp_path, broken_model):
     folder = tmp_path / "run"
     train(kit.config(folder, steps=1))
     before = sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*"))
@@ -148,6 +150,8 @@ def test_overwrite_with_bad_input_leaves_the_old_run(kit, tmp_path):
     bad.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1"):
         train(kit.config(folder, overwrite=True, data=str(bad)))
+    with pytest.raises(NumericsError):
+        train(kit.config(folder, overwrite=True, model=str(broken_model[0])))
     assert sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*")) == before
 
 

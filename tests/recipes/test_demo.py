@@ -1,0 +1,85 @@
+"""The demo: what it leaves, what it replaces, and that the model learns what it was not shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from moekit.data.chat import load_tokenizer
+from moekit.errors import RunExistsError
+from moekit.recipes import demo as module
+
+pytest.importorskip("reasoning_gym")
+pytest.importorskip("plotly")
+pytest.importorskip("matplotlib")
+
+LEFT = ("metrics.jsonl", "arrays", "card.json", "card.html", "report.html", "denominators.json", "checkpoints",
+        "results/held_out.json", "export/config.json", "export/tokenizer.json", "initial/config.json", "tokenizer/tokenizer.json",
+        "data/train.jsonl", "data/held_out.jsonl")  # fmt: skip
+
+
+def questions(path: Path) -> set[str]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {m["content"] for line in lines for m in line["messages"] if m["role"] == "user"}
+
+
+def test_held_out_questions_are_not_trained_on(tmp_path):
+    held_out = module._make_data(tmp_path)
+    train, kept = questions(tmp_path / "data" / "train.jsonl"), questions(tmp_path / "data" / "held_out.jsonl")
+    assert len(held_out) == len(kept) == 100 and not train & kept
+    chats = [json.loads(line)["messages"] for line in module.CHATS.read_text().splitlines()]
+    assert {m["content"] for c in chats for m in c if m["role"] == "user"} <= train
+    # words that every question has are one token, words to spell are letters
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert "Ġbackward" in tokenizer.tokenize("Spell this word backward")
+    word = tokenizer.tokenize(" moe")
+    assert "".join(word) == "Ġmoe" and len(word) >= 3
+
+
+def small(monkeypatch) -> None:
+    monkeypatch.setattr(module, "HELD_OUT", 4)
+    tasks = {name: {**settings, "size": 60} for name, settings in module.TASKS.items()}
+    monkeypatch.setattr(module, "TASKS", tasks)
+
+
+def test_a_short_demo_leaves_everything_and_may_be_made_again(tmp_path, monkeypatch, capsys):
+    small(monkeypatch)
+    folder = tmp_path / "runs" / "demo"
+    module._make_room(folder)
+    (folder / "leftover").write_text("of an earlier demo")
+    told = module.demo(folder, steps=3)
+    assert not (folder / "leftover").exists()
+    for name in LEFT:
+        assert (folder / name).exists(), name
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert told["transformers"] < 1e-5 and told["summary"]["steps"] == 3
+    card = json.loads((folder / "card.json").read_text())
+    assert card["layout"]["world"] == 2 and set(card["results"]["scores"]) == {"all tasks", *module.TASKS}
+    readings = json.loads((folder / "denominators.json").read_text())
+    assert readings["global_tokens"]["cosine"] == pytest.approx(1) and readings["sequence_mean"]["cosine"] < 1
+    out = capsys.readouterr().out
+    assert re.search(r"all tasks +0% +0%", out) and "6/6 the report" in out and str(folder / "export") in out
+    page = (folder / "report.html").read_text()
+    for section in ("Loss", "Routed work by class", "Expert load", "Loss denominators side by side"):
+        assert section in page, section
+
+
+def test_a_folder_that_no_demo_made_is_refused(tmp_path):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunExistsError, match="no demo made it"):
+        module.demo(folder)
+    assert [p.name for p in folder.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.long
+def test_the_demo_learns_what_it_was_not_shown(tmp_path):
+    """Random weights answer nothing; after the demo at least three of four held-out questions are right."""
+    told = module.demo(tmp_path / "demo")
+    for task, (before, after) in told["scores"].items():
+        assert before <= 0.1 and after >= 0.6, task
+    assert told["scores"]["all tasks"][1] >= 0.75
