@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import Elide, ModelConfig
-from ..data.batch import CLASSES, PADDING, SUPERVISED, Batch, Flat
+from ..data.batch import PADDING, SUPERVISED, Batch, Flat
 from ..errors import ConfigError
 from .measures import Measures, attention_pairs
 from .tokens import RowCounter
@@ -167,18 +167,3 @@ def mfu(flops: float, seconds: float, peak: float, devices: int = 1) -> float:
         if value <= 0:
             raise ConfigError(f"mfu needs a positive {name}, got {value}")
     return flops / (seconds * peak * devices)
-
-
-def per_supervised_token(counter: RowCounter) -> dict[str, dict[str, float]]:
-    """Routed rows of each "component/pass" for one supervised token of the policy's forward, by class and in all.
-
-    What Section 22.4 of the source asks a comparison to show; no supervised token at all gives zeros.
-    """
-    base = counter.host().get(("policy", "forward"))
-    supervised = int(base.positions_C[SUPERVISED]) if base is not None else 0
-    out = {}
-    for (component, name), m in counter.host().items():
-        by_class = m.dispatched_LC.sum(0).tolist()
-        values = dict(zip(CLASSES, by_class)) | {"total": sum(by_class)}
-        out[f"{component}/{name}"] = {k: v / supervised if supervised else 0.0 for k, v in values.items()}
-    return out

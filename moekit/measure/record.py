@@ -107,11 +107,12 @@ def read_records(path: str | Path, offset: int = 0) -> tuple[list[dict[str, Any]
         data = f.read()
     whole = data[: data.rfind(b"\n") + 1]
     records = []
-    for number, line in enumerate(whole.splitlines()):
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
             records.append(decode(line))
         except ValueError as e:
-            raise RunError(f"{path}, record {number + 1} after byte {offset} is broken: {e}") from None
+            after = f" after byte {offset}" if offset else ""
+            raise RunError(f"{path}, line {number}{after} is broken: {e}") from None
     return records, offset + len(whole)
 
 

@@ -23,22 +23,19 @@ def max_over_mean(count_E: Tensor) -> Tensor:
     return _over(c.amax(-1) * c.shape[-1], c.sum(-1))
 
 
-def entropy(count_E: Tensor, normalised: bool = False) -> Tensor:
-    """Shannon entropy of the load, -sum(p log p) in nats with p = c / sum(c); in [0, log E], 0 = idle.
+def entropy(count_E: Tensor) -> Tensor:
+    """Shannon entropy of the load over its largest value: -sum(p log p) / log E with p = c / sum(c).
 
-    `normalised` divides by log E, so that 1 = even whatever E is (one expert is even: 1).
+    In [0, 1]; 1 = even whatever E is (a single expert is even), 0 = all on one, or idle.
 
-    >>> entropy(torch.tensor([2, 2, 0, 0]), normalised=True).item()
+    >>> entropy(torch.tensor([2, 2, 0, 0])).item()
     0.5
     """
     c = count_E.double()
-    p = _over(c, c.sum(-1, keepdim=True))
-    h = torch.special.entr(p).sum(-1)
-    if not normalised:
-        return h
     if c.shape[-1] == 1:
         return (c.sum(-1) > 0).double()
-    return (h / math.log(c.shape[-1])).clamp(max=1.0)
+    p = _over(c, c.sum(-1, keepdim=True))
+    return (torch.special.entr(p).sum(-1) / math.log(c.shape[-1])).clamp(max=1.0)
 
 
 def dead_experts(count_E: Tensor) -> Tensor:
@@ -46,53 +43,21 @@ def dead_experts(count_E: Tensor) -> Tensor:
     return (count_E == 0).sum(-1)
 
 
-def variation(count_E: Tensor) -> Tensor:
-    """Coefficient of variation: population standard deviation of the load over its mean; 0 = even, or idle."""
-    c = count_E.double()
-    mean = c.mean(-1)
-    return _over((c - mean[..., None]).square().mean(-1).sqrt(), mean)
-
-
-def gini(count_E: Tensor) -> Tensor:
-    """Gini coefficient of the load: mean |c_i - c_j| / (2 mean c), in [0, 1 - 1/E]; 0 = even, or idle.
-
-    >>> gini(torch.tensor([4, 0, 0, 0])).item()
-    0.75
-    """
-    c = count_E.double().sort(-1).values
-    n = c.shape[-1]
-    rank = torch.arange(1, n + 1, dtype=c.dtype, device=c.device)
-    return _over(((2 * rank - n - 1) * c).sum(-1), n * c.sum(-1))
-
-
-def load(count_LE: Tensor) -> dict[str, Tensor]:
-    """All statistics of every layer: name -> [L]."""
-    return {
-        "max_over_mean": max_over_mean(count_LE),
-        "entropy": entropy(count_LE, normalised=True),
-        "entropy_nats": entropy(count_LE),
-        "dead_experts": dead_experts(count_LE),
-        "variation": variation(count_LE),
-        "gini": gini(count_LE),
-    }
-
-
 def load_metrics(count_LE: Tensor, group: str = "load") -> dict[str, float]:
-    """The same as scalars `group/name` over all layers.
+    """Scalars `group/name` over all layers.
 
-    max_over_mean, entropy (normalised to [0, 1]), variation, gini: the mean over the layers that have rows.
-    max_over_mean_worst: the largest of a layer. dead_experts: the sum over all layers, idle ones included.
+    max_over_mean, entropy: the mean over the layers that have rows. max_over_mean_worst: the largest of a layer.
+    dead_experts: the sum over all layers, idle ones included.
     """
-    per_layer = load(count_LE.cpu())
-    busy = count_LE.cpu().sum(-1) > 0
+    c = count_LE.cpu()
+    busy, over = c.sum(-1) > 0, max_over_mean(c)
     mean = lambda x: float(x[busy].mean()) if bool(busy.any()) else 0.0
-    out: dict[str, float] = {
-        f"{group}/{name}": mean(per_layer[name]) for name in ("max_over_mean", "entropy", "variation", "gini")
+    return {
+        f"{group}/max_over_mean": mean(over),
+        f"{group}/entropy": mean(entropy(c)),
+        f"{group}/max_over_mean_worst": float(over.max()) if over.numel() else 0.0,
+        f"{group}/dead_experts": int(dead_experts(c).sum()),
     }
-    worst = per_layer["max_over_mean"]
-    out[f"{group}/max_over_mean_worst"] = float(worst.max()) if worst.numel() else 0.0
-    out[f"{group}/dead_experts"] = int(per_layer["dead_experts"].sum())
-    return out
 
 
 def _over(a: Tensor, b: Tensor) -> Tensor:

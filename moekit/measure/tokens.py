@@ -165,26 +165,6 @@ class RowCounter:
 
     # ---- sums ----
 
-    def add(self, other: RowCounter) -> RowCounter:
-        """Add another counter's counts (another step's, or another component's). Returns self.
-
-        Raises:
-            ConfigError: the same component with other layers or experts.
-        """
-        for key, theirs in other.measures.items():
-            mine = self.measures.get(key)
-            if mine is None:
-                self.measures[key] = theirs.copy()
-            elif (mine.layers, mine.experts) != (theirs.layers, theirs.experts):
-                raise ConfigError(
-                    f"cannot add counts of {key[0]}/{key[1]}: layers {theirs.layers} and {theirs.experts} experts "
-                    f"against {mine.layers} and {mine.experts}; count another model under another component"
-                )
-            else:
-                mine.buffer += theirs.buffer.to(mine.buffer.device)
-        self.ranks = {}  # sums of steps are kept over ranks only
-        return self
-
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> RowCounter:
         """Replace the counts by their sum over ranks, with one collective for everything, and fill `ranks`.
 

@@ -15,7 +15,6 @@ from moekit.measure.cost import (
     Work,
     executed_flops,
     mfu,
-    per_supervised_token,
     rates,
     step_flops,
 )
@@ -105,18 +104,3 @@ def test_mfu():
     with pytest.raises(ConfigError, match="peak"):
         mfu(1.0, 1.0, peak=0)
     assert "top_k" in CONVENTION and "L(L+1)/2" in CONVENTION
-
-
-def test_rows_per_supervised_token_by_component(small):
-    """9 supervised tokens; the forward runs 31 tokens x 2 x 3 rows, a reference pass as many."""
-    made, flat = small.model(), small.batch().flat
-    policy, reference = RowCounter.of(small.config), RowCounter.of(small.config, "reference")
-    for counter, name in ((policy, "forward"), (reference, "score")):
-        with torch.no_grad(), counter.during(name):
-            counter.positions(flat)
-            made(flat, observer=counter)
-    got = per_supervised_token(policy.add(reference))
-    assert set(got) == {"policy/forward", "reference/score"}
-    assert got["policy/forward"]["total"] == got["reference/score"]["total"] == 31 * 6 / 9
-    assert got["policy/forward"]["padding"] == 0
-    assert per_supervised_token(RowCounter.of(small.config)) == {}

@@ -11,14 +11,13 @@ from torch import nn
 from moekit.measure.memory import saved_bytes
 
 
-def test_known_sizes_and_tags():
+def test_known_sizes():
     x = torch.ones(8, 4, requires_grad=True)
     w = nn.Parameter(torch.ones(4, 6))
     with saved_bytes() as saved:
-        with saved.tag("matmul"):
-            y = x @ w  # saves x: 128 bytes, and w, a parameter
+        y = x @ w  # saves x: 128 bytes, and w, a parameter
         z = y.exp()  # saves its result: 8 x 6 x 4
-    assert saved.by_tag == {"matmul": 128, "": 192} and saved.bytes == 320
+    assert saved.bytes == 128 + 192
     assert z.sum() > 0
 
 
@@ -70,19 +69,15 @@ def test_gradients_are_unchanged_and_no_cycle_is_left():
         gc.enable()
 
 
-def test_model_by_module(small):
-    """Parameters and buffers are left out, tags follow the modules, hooks are gone afterwards."""
+def test_parameters_of_a_model_are_left_out(small):
     made, flat = small.model(), small.batch().flat
-    with saved_bytes(made, depth=2) as saved:
+    with saved_bytes(made) as saved:
         out = made(flat)
-    assert {"layers.0", "layers.3", "final_norm"} <= set(saved.by_tag)
     weights = sum(p.numel() * 4 for p in made.parameters())
     assert 0 < saved.bytes < weights * 40
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in made.modules())
-    with saved_bytes(made) as whole:
+    with saved_bytes() as whole:
         again = made(flat)
-    assert whole.bytes == saved.bytes and list(whole.by_tag) == [""]
-    assert "bytes saved" in repr(whole) and torch.equal(out.logprob_M, again.logprob_M)
+    assert whole.bytes >= saved.bytes and torch.equal(out.logprob_M, again.logprob_M)
 
 
 def test_buffers_and_detached_weights_of_the_model_are_left_out():

@@ -13,7 +13,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -63,20 +62,6 @@ def test_metrics_round_trip_exactly(tmp_path):
             assert math.isnan(got) if missing else got == wanted, (name, got, wanted)
     assert m["rows/dispatched"].dtype == "int64"
     assert [decode(line) for line in lines][1]["grad/norm"] == -math.inf
-
-
-def test_both_readers_agree(tmp_path):
-    """The fast one, and the one for what it cannot read: 300 records, gaps, integers turning to floats, infinities."""
-    g = torch.Generator().manual_seed(0)
-    with RunWriter(tmp_path) as writer:
-        for s in range(300):
-            u = torch.rand(6, generator=g).tolist()
-            metrics = {"a": s if s < 200 else s + 0.5, "b": math.inf if u[0] < 0.1 else u[1]}
-            writer.write(s, metrics | ({"c": u[2]} if u[3] < 0.5 else {}) | ({"d/nan": math.nan} if u[4] < 0.2 else {}))
-    path = tmp_path / "metrics.jsonl"
-    fast, slow = run._read_fast(path.read_bytes()), run._read_slow(path, path.read_bytes())
-    assert fast is not None
-    pd.testing.assert_frame_equal(fast, slow[fast.columns], check_exact=True)
 
 
 def test_a_column_of_mixed_types_is_read(tmp_path):

@@ -200,18 +200,11 @@ def test_skipped_step_counts_every_row_as_elided(small):
     assert got["load/dead_experts"] == 15 and got["load/max_over_mean"] == 0, "idle, and no NaN"
 
 
-def test_add_and_reset():
-    counter = filled().add(filled())
-    assert counter.metrics()["rows/dispatched"] == 72
+def test_another_component_is_a_prefix_and_reset_leaves_nothing():
     critic = RowCounter((4,), 7, "critic")
-    flat = Batch.make(torch.zeros(1, 4, dtype=torch.long)).flat
-    critic.positions(flat)
-    counter.add(critic)
-    assert counter.metrics(component="critic")["critic_tokens/supervised"] == 3
-    assert counter.metrics()["tokens/supervised"] == 10
-    with pytest.raises(ConfigError, match="another component"):
-        counter.add(RowCounter(2, 4))
-    counter.reset()
+    critic.positions(Batch.make(torch.zeros(1, 4, dtype=torch.long)).flat)
+    assert critic.metrics()["critic_tokens/supervised"] == 3
+    counter = filled().reset()
     assert counter.host() == {} and counter.metrics()["tokens/supervised"] == 0
 
 
