@@ -8,6 +8,7 @@ given per supervised token, so that rows of different kinds and elisions can be 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,14 @@ import numpy as np
 from ..data.batch import CLASSES
 from ..errors import DataError
 from .series import by_class, columns
-from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, end_labels, figure, need, number
+from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, end_labels, figure, names_axis, note, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 BARS = 240  # more steps than this are drawn as means of neighbours
+PANELS = (("rows", "routed rows", 1.0), ("bytes", "saved activations, kB", 1e-3), ("seconds", "time, ms", 1e3))
+GAP = 0.09  # between panels, as a share of the width
 
 
 def routed_work(source: Any, *, title: str = "Routed work by class") -> go.Figure:
@@ -33,38 +36,29 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> go.Figur
     Raises:
         DataError: no row counts in `source`.
     """
-    go = need("plotly.graph_objects", "drawing routed work")
     step, rows = by_class(source)
     if not len(step):
         raise DataError("no step has row counts yet: nothing to draw")
-    size = int(np.ceil(len(step) / BARS))
+    size = math.ceil(len(step) / BARS)
     cut = np.arange(0, len(step), size)
     mean = {name: np.add.reduceat(v, cut) / np.diff(np.append(cut, len(step))) for name, v in rows.items()}
-    total = {name: float(v.sum()) for name, v in rows.items()}
-    whole = sum(total.values()) or 1.0
+    total = {name: float(v.sum()) for name, v in rows.items() if v.any()}
     subtitle = "Expert rows that entered the matrix multiplication, forward pass, all layers"
-    fig = figure(
-        title,
-        subtitle if size == 1 else f"{subtitle}; each bar is the mean of {size} steps",
-        barmode="stack",
-        bargap=0.0 if len(cut) > 60 else 0.12,
-        margin={"r": 158},
-    )
-    top = float(sum(mean.values()).max()) or 1.0
+    subtitle += f"; each bar is the mean of {size} steps" if size > 1 else ""
+    many = len(cut) > 60
+    fig = figure(title, subtitle, barmode="stack", bargap=0.0 if many else 0.12, margin={"r": 158})
+    top = 1.04 * (float(sum(mean.values()).max()) or 1.0)
     labels, level = [], 0.0
-    for name in CLASSES:
-        if not total[name]:
-            continue
-        fig.add_trace(
-            go.Bar(x=step[cut].tolist(), y=mean[name].tolist(), name=name, marker={"color": CLASS[name],
-                   "line": {"width": 0.5 if len(cut) <= 60 else 0}}, hovertemplate="%{y:,.0f}")
-        )  # fmt: skip
-        last = float(mean[name][-1])
-        labels.append((level + last / 2, f"{name} {_percent(total[name] / whole)}", CLASS_TEXT[name]))
+    for name, rows_of_class in total.items():
+        look = {"color": CLASS[name], "line": {"width": 0 if many else 0.5}}
+        fig.add_bar(x=step[cut].tolist(), y=mean[name].tolist(), name=name, marker=look, hovertemplate="%{y:,.0f}")
+        last, share = float(mean[name][-1]), rows_of_class / sum(total.values())
+        words = f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
+        labels.append((level + last / 2, f"{name} {words}", CLASS_TEXT[name]))
         level += last
-    fig.update_yaxes(title="routed rows a step", range=[0, top * 1.04])
+    fig.update_yaxes(title="routed rows a step", range=[0, top])
     fig.update_xaxes(title="step", range=[float(step[0]) - size / 2, float(step[-1]) + size / 2])
-    end_labels(fig, labels, 0.0, top * 1.04)
+    end_labels(fig, labels, 0.0, top)
     return fig
 
 
@@ -105,80 +99,44 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
 
     A panel is drawn for bytes and for seconds when at least one configuration recorded them.
     """
-    go = need("plotly.graph_objects", "drawing costs")
-    costs = {
-        name: dict(c) if isinstance(c, Mapping) and "rows" in c else per_supervised(c)
-        for name, c in configurations.items()
-    }
+    given = lambda c: isinstance(c, Mapping) and "rows" in c
+    costs = {name: dict(c) if given(c) else per_supervised(c) for name, c in configurations.items()}
     if not costs:
         raise DataError("no configuration to compare; give at least one name and run")
-    panels = [("rows", "routed rows", 1.0, "")]
-    for key, words, unit, factor in (("bytes", "saved activations", "kB", 1e-3), ("seconds", "time", "ms", 1e3)):
-        if any(key in c for c in costs.values()):
-            panels.append((key, words, factor, unit))
+    panels = [p for p in PANELS if any(p[0] in c for c in costs.values())]
     names = list(costs)
-    widest = max(len(n) for n in names)
-    fig = figure(
-        title,
-        "Per supervised token; shorter is better",
-        height=84 + 34 * len(names) + 92,
-        barmode="stack",
-        bargap=0.35,
-        hovermode="closest",
-        margin={"l": min(40 + 7 * widest, 260), "t": 112, "r": 40},
-    )
-    shares = [1.5] + [1.0] * (len(panels) - 1)
-    gap = 0.09
-    unit_width = (1 - gap * (len(panels) - 1)) / sum(shares)
+    margin = {"l": min(40 + 7 * max(map(len, names)), 260), "t": 112, "r": 40}
+    look = {"height": 84 + 34 * len(names) + 92, "barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
+    fig = figure(title, "Per supervised token; shorter is better", margin=margin, **look)
+    unit_width = (1 - GAP * (len(panels) - 1)) / (len(panels) + 0.5)  # the first panel is half as wide again
     left = 0.0
-    for index, (key, words, factor, unit) in enumerate(panels):
-        suffix = "" if index == 0 else str(index + 1)
-        right = left + shares[index] * unit_width
-        most = max((c.get(key, 0.0) for c in costs.values()), default=1.0) * factor or 1.0
-        layers = CLASSES if key == "rows" else (key,)
-        for layer in layers:
-            values = [c.get(f"rows/{layer}" if key == "rows" else key) for c in costs.values()]
-            if key == "rows" and not any(values):
-                continue
-            colour = CLASS[layer] if key == "rows" else SERIES[5]
-            fig.add_trace(go.Bar(y=names, x=[None if v is None else v * factor for v in values], orientation="h",
-                                 name=layer if key == "rows" else f"{words}, {unit}", marker={"color": colour},
-                                 xaxis=f"x{suffix}", yaxis=f"y{suffix}", hovertemplate="%{x:.4g}"))  # fmt: skip
+    for index, (key, words, factor) in enumerate(panels):
+        suffix = str(index + 1) if index else ""
+        axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
+        right = left + unit_width * (1 if index else 1.5)
+        layers = (
+            {f"rows/{name}": (name, CLASS[name]) for name in CLASSES} if key == "rows" else {key: (words, SERIES[5])}
+        )
+        for layer, (label, colour) in layers.items():
+            x = [c[layer] * factor if layer in c else None for c in costs.values()]
+            if any(x):
+                fig.add_bar(y=names, x=x, orientation="h", name=label, marker={"color": colour},
+                            hovertemplate="%{x:.4g}", **axes)  # fmt: skip
         for name, c in costs.items():
-            value = c.get(key)
-            fig.add_annotation(
-                x=(value or 0.0) * factor, xref=f"x{suffix}", y=name, yref=f"y{suffix}", xanchor="left", xshift=5,
-                text="not recorded" if value is None else number(value * factor), showarrow=False,
-                font={"size": SIZE["tick"], "color": MUTED if value is None else INK},
-            )  # fmt: skip
-        room = (right - left + gap) * (fig.layout.width - fig.layout.margin.l - fig.layout.margin.r)
-        head = words + (f", {unit}" if unit else "")
-        if 7.8 * len(head) > room:  # the names on the left took the width: the heading in two lines
-            head = head.replace(" ", "<br>", 1)
-        fig.add_annotation(x=left, xref="paper", y=1, yref="paper", yanchor="bottom", yshift=8, xanchor="left",
-                           text=f"<b>{head}</b>", showarrow=False, align="left",
-                           font={"size": SIZE["label"], "color": INK})  # fmt: skip
-        fig.update_layout({
-            f"xaxis{suffix}": {"domain": [left, right], "range": [0, most * 1.22], "showticklabels": False,
-                               "anchor": f"y{suffix}", "showline": False},
-            f"yaxis{suffix}": {"type": "category", "autorange": "reversed", "showgrid": False, "categoryarray": names,
-                               "categoryorder": "array", "anchor": f"x{suffix}", "showticklabels": index == 0,
-                               "tickfont": {"size": SIZE["label"], "color": INK}},
-        })  # fmt: skip
-        left = right + gap
-    _class_key(fig, [n for n in CLASSES if any(c.get(f"rows/{n}") for c in costs.values())])
-    return fig
-
-
-def _class_key(fig: go.Figure, names: list[str]) -> None:
-    """The classes' names in their colours, in one line below the panels."""
+            text, colour = (number(c[key] * factor), INK) if key in c else ("not recorded", MUTED)
+            note(fig, text, c.get(key, 0.0) * factor, name, axes=(f"x{suffix}", f"y{suffix}"), shift=(5, 0),
+                 colour=colour, size=SIZE["tick"])  # fmt: skip
+        room = (right - left + GAP) * (fig.layout.width - margin["l"] - margin["r"])
+        if 7.8 * len(words) > room:  # the names on the left took the width: the heading in two lines
+            words = words.replace(" ", "<br>", 1)
+        note(fig, f"<b>{words}</b>", left, 1, stand="left bottom", shift=(0, 8))
+        most = max(c.get(key, 0.0) for c in costs.values()) * factor or 1.0
+        x = {"domain": [left, right], "range": [0, most * 1.22], "showticklabels": False, "showline": False}
+        y = {**names_axis(names), "anchor": f"x{suffix}", "showticklabels": index == 0}
+        fig.update_layout({f"xaxis{suffix}": {**x, "anchor": f"y{suffix}"}, f"yaxis{suffix}": y})
+        left = right + GAP
     at = 0.0
-    for name in names:
-        fig.add_annotation(x=0, xref="paper", xshift=at, y=0, yref="paper", yshift=-14, yanchor="top", xanchor="left",
-                           text=f"<b>{name}</b>", showarrow=False, font={"size": SIZE["label"],
-                           "color": CLASS_TEXT[name]})  # fmt: skip
+    for name in (n for n in CLASSES if any(c.get(f"rows/{n}") for c in costs.values())):  # the key, in one line below
+        note(fig, f"<b>{name}</b>", 0, 0, stand="left top", shift=(at, -14), colour=CLASS_TEXT[name])
         at += 8.2 * len(name) + 18
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else "< 1 %"
+    return fig

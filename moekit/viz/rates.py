@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import DataError
 from .series import columns
-from .theme import GRID, INK, MUTED, SERIES, SIZE, figure, need, number, spread, tint
+from .theme import GRID, MUTED, SERIES, SIZE, figure, note, number, spread, tint
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -35,51 +35,36 @@ def two_rates(
     Raises:
         DataError: no point, or one without the two rates (or with a rate of 0).
     """
-    go = need("plotly.graph_objects", "drawing rates")
     rates = {key: _rates(key, source) for key, source in points.items()}
     if not rates:
         raise DataError("no configuration to compare; give at least one (line, point)")
     names = list(dict.fromkeys(line for line, _ in rates))
     shown = list(dict.fromkeys(point for _, point in rates))
     high_x, high_y = (1.12 * max(r[i] for r in rates.values()) for i in (0, 1))
-    fig = figure(
-        title,
-        subtitle or f"Light to dark: {', '.join(shown)}. Grey: routed rows for one supervised token",
-        height=440,
-        margin={"r": 176, "l": 84, "t": 96},
-        hovermode="closest",
-    )
+    how = subtitle or f"Light to dark: {', '.join(shown)}. Grey: routed rows for one supervised token"
+    fig = figure(title, how, height=440, margin={"r": 176, "l": 84, "t": 96}, hovermode="closest")
     for slope in _slopes([x / y for x, y in rates.values()]):
         x = min(high_x, slope * high_y)
         fig.add_shape(type="line", x0=0, y0=0, x1=x, y1=x / slope, line={"color": GRID, "width": 1}, layer="below")
-        top = x < high_x
-        fig.add_annotation(
-            x=x, y=x / slope, text=f"{slope:g} rows each", showarrow=False, font={"size": SIZE["tick"], "color": MUTED},
-            xanchor="center" if top else "left", yanchor="bottom" if top else "middle", xshift=0 if top else 6,
-        )  # fmt: skip
+        stand, shift = ("center bottom", (0, 0)) if x < high_x else ("left middle", (6, 0))
+        note(fig, f"{slope:g} rows each", x, x / slope, axes=("x", "y"), stand=stand, shift=shift, colour=MUTED,
+             size=SIZE["tick"])  # fmt: skip
+    ends = []
     for colour, name in zip(SERIES, names):
-        line = [rates[name, point] for point in shown if (name, point) in rates]
-        share = np.linspace(*SHADE, len(line)) if len(line) > 1 else [SHADE[1]]
-        fig.add_trace(
-            go.Scatter(x=[x for x, _ in line], y=[y for _, y in line], name=name, mode="lines+markers",
-                       text=[point for point in shown if (name, point) in rates], cliponaxis=False,
-                       line={"color": tint(colour, 0.5), "width": 1.5},
-                       marker={"size": 12, "color": [tint(colour, s) for s in share]},
-                       hovertemplate="%{text}: %{y:,.0f} of %{x:,.0f} rows/s"),
-        )  # fmt: skip
-    _label_ends(fig, {name: [r for (line, _), r in rates.items() if line == name][-1] for name in names}, high_y)
+        line = {point: rates[name, point] for point in shown if (name, point) in rates}
+        shades = [tint(colour, share) for share in np.linspace(*SHADE, max(len(line), 2))[-len(line) :]]
+        x, y = zip(*line.values())
+        fig.add_scatter(x=x, y=y, name=name, mode="lines+markers", text=list(line), cliponaxis=False,
+                        line={"color": tint(colour, 0.5), "width": 1.5}, marker={"size": 12, "color": shades},
+                        hovertemplate="%{text}: %{y:,.0f} of %{x:,.0f} rows/s")  # fmt: skip
+        ends.append((x[-1], y[-1], f"<b>{name}</b> {number(y[-1])}"))
+    pixels = fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
+    at = [y / high_y * pixels for _, y, _ in ends]
+    for (x, y, words), before, after in zip(ends, at, spread(at, 1.3 * SIZE["label"], 0.0, pixels)):
+        note(fig, words, x, y, axes=("x", "y"), stand="right middle", shift=(-11, after - before))
     fig.update_xaxes(title="routed rows a second", range=[0, high_x])
     fig.update_yaxes(title="supervised tokens a second", range=[0, high_y])
     return fig
-
-
-def _label_ends(fig: go.Figure, ends: dict[str, tuple[float, float]], high: float) -> None:
-    """Name and value beside each line's last point, moved apart where they would touch."""
-    pixels = fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
-    at = [y / high * pixels for _, y in ends.values()]
-    for (name, (x, y)), before, after in zip(ends.items(), at, spread(at, 1.3 * SIZE["label"], 0.0, pixels)):
-        fig.add_annotation(x=x, y=y, text=f"<b>{name}</b> {number(y)}", showarrow=False, xanchor="right", xshift=-11,
-                           yshift=after - before, font={"size": SIZE["label"], "color": INK})  # fmt: skip
 
 
 def _rates(key: tuple[str, str], source: Any) -> tuple[float, float]:
