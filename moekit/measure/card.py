@@ -12,7 +12,6 @@ import hashlib
 import html
 import json
 import math
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -101,17 +100,17 @@ class RunCard:
     def to_html(self) -> str:
         """A small page that needs nothing else: no script, no outside file."""
         title = html.escape(f"Run card: {self.name}")
-        body = "".join(f"<section><h2>{html.escape(t)}</h2>{_html(v)}</section>" for t, v in self._sections())
         return (
             f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
-            f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{_STYLE}</style></head>"
-            f"<body class='moekit-card'><h1>{title}</h1>{body}</body></html>"
+            "<meta name='viewport' content='width=device-width, initial-scale=1'></head>"
+            f"<body><h1>{title}</h1>{self._repr_html_()}</body></html>"
         )
 
     def _repr_html_(self) -> str:
         body = "".join(
-            f"<details{' open' if i < 3 else ''}><summary><b>{html.escape(t)}</b></summary>{_html(v)}</details>"
-            for i, (t, v) in enumerate(self._sections())
+            f"<details{'' if title in ('Environment', 'Definitions') else ' open'}><summary><b>{title}</b></summary>"
+            f"{_html(values)}</details>"
+            for title, values in self._sections()
         )
         return f"<div class='moekit-card'><style>{_STYLE}</style>{body}</div>"
 
@@ -154,7 +153,7 @@ def hash_folder(path: str | Path) -> str:
         raise CheckpointError(f"{folder} holds no .safetensors file, so there are no weights to hash")
     if (folder / "config.json").exists():
         files = [folder / "config.json", *files]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(4) as pool:
         digests = list(pool.map(_hash_file, files))
     whole = hashlib.sha256()
     for file, digest in zip(files, digests):
@@ -234,15 +233,14 @@ def losses(metrics: pd.DataFrame) -> dict[str, dict[str, float]]:
 
 # ------------------------------------------------------------------ forms
 
-_STYLE = (
-    ".moekit-card{font:14px/1.45 system-ui,sans-serif;max-width:60rem;margin:1.5rem auto;padding:0 1rem}"
-    ".moekit-card table{border-collapse:collapse;margin:.2rem 0}"
-    ".moekit-card th,.moekit-card td{text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0;"
-    "border-bottom:1px solid #8884;background:none}"
-    ".moekit-card th{font-weight:500;white-space:nowrap}.moekit-card td{font-variant-numeric:tabular-nums;"
-    "white-space:pre-wrap;overflow-wrap:anywhere}.moekit-card h1{font-size:1.4rem}"
-    ".moekit-card h2{font-size:1.05rem;margin:1.2rem 0 .3rem}"
-)
+_STYLE = """
+.moekit-card{font:14px/1.45 system-ui,sans-serif;max-width:60rem}
+.moekit-card summary{font-weight:600;margin:.8rem 0 .3rem}
+.moekit-card table{border-collapse:collapse;margin:.2rem 0}
+.moekit-card :is(th,td){text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0;
+  border-bottom:1px solid #8884;background:none}
+.moekit-card th{font-weight:500;white-space:nowrap}
+.moekit-card td{font-variant-numeric:tabular-nums;white-space:pre-wrap;overflow-wrap:anywhere}"""
 
 
 def _plain(value: Any) -> Any:
@@ -260,22 +258,17 @@ def _plain(value: Any) -> Any:
 def _show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    if isinstance(value, float):
+    if isinstance(value, int | float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.6g}"
     if isinstance(value, list):
-        return ", ".join(_show(v) for v in value) or "none"
+        return ", ".join(map(_show, value)) or "none"
     return str(value)
 
 
 def _html(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "<table>"
-            + "".join(f"<tr><th>{html.escape(k)}</th><td>{_html(v)}</td></tr>" for k, v in value.items())
-            + "</table>"
-        )
+        rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{_html(v)}</td></tr>" for name, v in value.items())
+        return f"<table>{rows}</table>"
     if isinstance(value, list) and any(isinstance(v, dict) for v in value):
         return "".join(_html(v) for v in value)
     return html.escape(_show(value))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def environment() -> dict[str, Any]:
     """
     import psutil
 
+    installed = {d.name: d.version for p in PACKAGES for d in Distribution.discover(name=p)}
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     hardware: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -39,7 +40,7 @@ def environment() -> dict[str, Any]:
             for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         ]
     return {
-        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))},
+        "versions": {"python": platform.python_version(), **installed,
                      "cuda of torch": torch.version.cuda or "none"},
         "hardware": hardware,
         "threads": {"torch": torch.get_num_threads(), "torch between operations": torch.get_num_interop_threads()},
@@ -51,13 +52,6 @@ def environment() -> dict[str, Any]:
                                      "moekit": _git(Path(__file__).parent)}.items() if v},
         "command": " ".join(sys.argv)[:500],
     }  # fmt: skip
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:
