@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError, DataError
-from .theme import INK, MUTED, RULE, SERIES, SIZE, bundle, figure, need, number
+from . import tables
+from .theme import INK, MUTED, RULE, SERIES, SIZE, bundle, figure, names_axis, need, note, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 MODES = ("global_tokens", "sequence_mean", "rank_mean", "microbatch_mean", "constant", "kept_plus_filtered")
 FLOOR = 1e-12  # a smaller 1 - cosine is rounding, and is drawn as exact
 SAME = 1e-6
+POWER = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+HEADS = ((0.0, "gradient norm", "over the exact norm"), (0.47, "1 − cosine", "logarithmic"), (0.9, "loss", "reported"))
 
 
 def side_by_side(
@@ -38,74 +42,61 @@ def side_by_side(
     Raises:
         DataError: no reading, or one without norm_ratio and cosine.
     """
-    go = need("plotly.graph_objects", "drawing denominators")
     table = _table(readings)
-    modes = list(table)
-    fig = figure(
-        title,
-        subtitle or "Gradient of each convention against the exact token mean of the same step",
-        height=112 + 36 * len(modes) + 56,
-        margin={"l": 166, "t": 112, "r": 24},
-        hovermode="closest",
-    )
-    ratios = [r["norm_ratio"] for r in table.values()]
-    known = [v for v in ratios if math.isfinite(v)] + [1.0]
-    reach = max(max(known) - 1, 1 - min(known), 0.02)
-    low, high = norm_range or (1 - 1.85 * reach, 1 + 1.85 * reach)
+    modes, finite = list(table), math.isfinite
+    ratios, turned = [r["norm_ratio"] for r in table.values()], [1 - r["cosine"] for r in table.values()]
+    how = subtitle or "Gradient of each convention against the exact token mean of the same step"
+    size = {"height": 112 + 36 * len(modes) + 56, "margin": {"l": 166, "t": 112, "r": 24}, "hovermode": "closest"}
+    fig = figure(title, how, **size)
+    low, high = norm_range or _norm_range(ratios)
     low = max(low, 0.0)  # a norm is never negative
-    bent = [SERIES[1] if not abs(v - 1) < SAME else RULE for v in ratios]  # grey: as the exact gradient
-    fig.add_trace(
-        go.Bar(
-            y=modes, x=[v - 1 if math.isfinite(v) else None for v in ratios], base=1, orientation="h", width=0.52,
-            marker={"color": bent}, name="norm ratio − 1", xaxis="x", yaxis="y", hoverinfo="skip",
-        )
+    grey = lambda same: RULE if same else SERIES[1]  # as the exact gradient
+    norms = [v - 1 if finite(v) else None for v in ratios]
+    fig.add_bar(
+        y=modes, x=norms, base=1, orientation="h", width=0.52, name="norm ratio − 1", xaxis="x", yaxis="y",
+        marker={"color": [grey(abs(v - 1) < SAME) for v in ratios]}, hoverinfo="skip",
     )  # fmt: skip
-    turned = [1 - r["cosine"] for r in table.values()]
-    drawn = [max(v, FLOOR) if math.isfinite(v) else None for v in turned]
-    least = min([v for v in turned if v > FLOOR] + [1e-2])
-    floor = 10.0 ** (math.floor(math.log10(least)) - 1)
-    drawn = [None if v is None else max(v, floor) for v in drawn]
-    colours = [SERIES[1] if not v < SAME else RULE for v in turned]
-    for mode, value, colour in zip(modes, drawn, colours):
-        if value is not None:
-            fig.add_shape(type="line", xref="x2", x0=floor, x1=value, yref="y2", y0=mode, y1=mode,
+    floor = 10.0 ** (math.floor(math.log10(min([v for v in turned if v > FLOOR] + [1e-2]))) - 1)
+    drawn = [max(v, floor) if finite(v) else None for v in turned]
+    colours = [grey(v < SAME) for v in turned]
+    fig.add_scatter(
+        x=drawn, y=modes, mode="markers", marker={"size": 11, "color": colours}, name="1 − cosine", cliponaxis=False,
+        xaxis="x2", yaxis="y2", hoverinfo="skip",
+    )  # fmt: skip
+    for mode, ratio, turn, spot, colour in zip(modes, ratios, turned, drawn, colours):
+        say = partial(note, fig, y=mode, size=SIZE["tick"])
+        left = finite(ratio) and ratio < 1 and (ratio - low) / (high - low) >= 0.25  # else there is no room for it
+        edge = min(max(ratio if left else max(ratio, 1.0), low), high) if finite(ratio) else 1.0
+        stand, shift = ("right middle", (-6, 0)) if left else ("left middle", (6, 0))
+        say(f"{ratio:.3f}×" if finite(ratio) else "–", x=edge, axes=("x", "y"), stand=stand, shift=shift)
+        if spot is not None:
+            fig.add_shape(type="line", xref="x2", x0=floor, x1=spot, yref="y2", y0=mode, y1=mode,
                           line={"color": colour, "width": 2})  # fmt: skip
-    fig.add_trace(
-        go.Scatter(x=drawn, y=modes, mode="markers", marker={"size": 11, "color": colours, "symbol": "circle"},
-                   name="1 − cosine", cliponaxis=False, xaxis="x2", yaxis="y2", hoverinfo="skip")
-    )  # fmt: skip
-    for mode, reading, ratio, turn in zip(modes, table.values(), ratios, turned):
-        left = math.isfinite(ratio) and ratio < 1
-        right = not left or (ratio - low) / (high - low) < 0.25  # no room for the words on the left of a short norm
-        inside = max(ratio, 1.0) if right and math.isfinite(ratio) else ratio if left else 1.0
-        _say(fig, min(max(inside, low), high), "x", mode, "y", f"{ratio:.3f}×" if math.isfinite(ratio) else "–", right)
-        place = None if not math.isfinite(turn) else math.log10(max(turn, floor))
-        if place is not None:
-            _say(fig, place, "x2", mode, "y2", number(turn) if turn > FLOOR else "same direction", True, shift=11)
-        _say(fig, 0.9, "paper", mode, "y", number(reading["loss"]), True, shift=0)
+            words = number(turn) if turn > FLOOR else "same direction"
+            say(words, x=math.log10(spot), axes=("x2", "y2"), shift=(11, 0))
+        say(number(table[mode]["loss"]), x=HEADS[2][0], axes=("paper", "y"))
     fig.add_shape(type="line", xref="x", x0=1, x1=1, yref="y domain", y0=0, y1=1, line={"color": INK, "width": 1})
-    heads = (
-        (0.0, "gradient norm", "over the exact norm"),
-        (0.47, "1 − cosine", "logarithmic"),
-        (0.9, "loss", "reported"),
-    )
-    for x, head, note in heads:
-        fig.add_annotation(x=x, xref="paper", y=1, yref="paper", yanchor="bottom", yshift=6, xanchor="left",
-                           showarrow=False, text=f"<b>{head}</b>", font={"size": SIZE["label"]})  # fmt: skip
-        fig.add_annotation(x=x, xref="paper", y=0, yref="paper", yanchor="top", yshift=-26, xanchor="left",
-                           showarrow=False, text=note, font={"size": SIZE["tick"], "color": MUTED})  # fmt: skip
-    category = {"type": "category", "autorange": "reversed", "categoryarray": modes, "categoryorder": "array",
-                "showgrid": False}  # fmt: skip
-    ends = sorted({math.ceil(math.log10(floor)) + 1, -1})
-    ticks = [10.0**e for e in range(0, ends[0] - 1, -max(1, math.ceil(-ends[0] / 3)))]
+    for x, words, below in HEADS:
+        note(fig, f"<b>{words}</b>", x, 1, stand="left bottom", shift=(0, 6))
+        note(fig, below, x, 0, stand="left top", shift=(0, -26), colour=MUTED, size=SIZE["tick"])
+    first = min(round(math.log10(floor)) + 1, -1)
+    powers = range(0, first - 1, -math.ceil(-first / 3))
+    words = ["10" + str(e).translate(POWER) if e else "1" for e in powers]
+    ticks = {"tickvals": [10.0**e for e in powers], "ticktext": words}
+    log = {"domain": [0.47, 0.86], "type": "log", "range": [math.log10(floor), 1.6], "anchor": "y2", **ticks}
     fig.update_layout(
         xaxis={"domain": [0, 0.4], "range": [low, high], "showline": False, "showgrid": True, "nticks": 4},
-        yaxis={**category, "tickfont": {"size": SIZE["label"], "color": INK}},
-        xaxis2={"domain": [0.47, 0.86], "type": "log", "range": [math.log10(floor), 1.6], "anchor": "y2",
-                "showgrid": True, "tickvals": ticks, "ticktext": [_power(t) for t in ticks], "showline": False},
-        yaxis2={**category, "anchor": "x2", "showticklabels": False},
-    )  # fmt: skip
+        yaxis=names_axis(modes),
+        xaxis2={**log, "showgrid": True, "showline": False},
+        yaxis2={**names_axis(modes), "anchor": "x2", "showticklabels": False},
+    )
     return fig
+
+
+def _norm_range(ratios: Iterable[float]) -> tuple[float, float]:
+    """A range around 1 with room for what is written beside the bars."""
+    reach = 1.85 * max([abs(v - 1) for v in ratios if math.isfinite(v)] + [0.02])
+    return 1 - reach, 1 + reach
 
 
 class Lab:
@@ -135,10 +126,9 @@ class Lab:
     def figure(self) -> go.Figure:
         """The figure at the present setting. Its norm axis keeps the widest range seen, so that bars compare."""
         now = self.readings
-        known = [r["norm_ratio"] for table in self._known.values() for r in table.values()]
-        reach = 1.85 * max([abs(v - 1) for v in known if math.isfinite(v)] + [0.02])
+        seen = _norm_range(r["norm_ratio"] for table in self._known.values() for r in table.values())
         words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.value.items())
-        return side_by_side(now, subtitle=words, norm_range=(1 - reach, 1 + reach))
+        return side_by_side(now, subtitle=words, norm_range=seen)
 
     def set(self, **setting: Any) -> Lab:
         """Move the lab to another setting and redraw.
@@ -147,15 +137,13 @@ class Lab:
             DataError: an unknown control, or a value that is not among its options.
         """
         for name, value in setting.items():
-            if name not in self.controls or value not in self.controls[name]:
-                choices = self.controls.get(name)
-                raise DataError(
-                    f"the lab has no control {name!r}; it has {', '.join(self.controls)}" if choices is None else
-                    f"{name}={value!r} is not one of {', '.join(map(repr, choices))}"
-                )  # fmt: skip
+            if name not in self.controls:
+                raise DataError(f"the lab has no control {name!r}; it has {', '.join(self.controls)}")
+            if value not in self.controls[name]:
+                raise DataError(f"{name}={value!r} is not one of {', '.join(map(repr, self.controls[name]))}")
         self.value.update(setting)
         for name, value in setting.items():
-            if name in self.sliders and self.sliders[name].value != value:
+            if name in self.sliders:
                 self.sliders[name].value = value
         if self._handle is not None:
             self._redraw()
@@ -172,24 +160,18 @@ class Lab:
 
     def _twin(self, fig: go.Figure) -> dict[str, Any]:
         """The static twin: folded away below the widget, and what a saved notebook has of the last setting."""
-        from . import tables
-
         data = bundle(fig, interactive=False)
         picture = f"<img src='data:image/png;base64,{data['image/png']}'>" if "image/png" in data else ""
-        fold = "" if self._widget is not None else " open"
-        data["text/html"] = (
-            f"<details{fold}><summary>this setting as a picture and as numbers</summary>{picture}{tables.to_html(fig)}"
-            "</details>"
-        )
-        return data
+        fold = "<details>" if self._widget is not None else "<details open>"
+        words = "<summary>this setting as a picture and as numbers</summary>"
+        return data | {"text/html": f"{fold}{words}{picture}{tables.to_html(fig)}</details>"}
 
     def _ipython_display_(self) -> None:
-        from IPython.display import DisplayHandle
-        from IPython.display import display as show
+        from IPython.display import DisplayHandle, display
 
         now = self.figure
         try:
-            show(self._controls(now))
+            display(self._controls(now))
         except (BackendError, ImportError) as error:
             print(f"no sliders here ({error}); move the lab with .set({', '.join(f'{n}=...' for n in self.controls)})")
         self._handle = DisplayHandle()
@@ -197,24 +179,20 @@ class Lab:
 
     def _controls(self, now: go.Figure) -> Any:
         widgets = need("ipywidgets", "the sliders of the denominator lab")
-        figure = need("plotly.graph_objects", "the denominator lab").FigureWidget(now)
+        self._widget = need("plotly.graph_objects", "the denominator lab").FigureWidget(now)
+        look = {"style": {"description_width": "120px"}, "layout": {"width": "420px"}, "continuous_update": False}
         for name, options in self.controls.items():
-            slider = widgets.SelectionSlider(
-                options=options, value=self.value[name], description=name.replace("_", " "), continuous_update=False,
-                style={"description_width": "120px"}, layout={"width": "420px"},
-            )  # fmt: skip
+            words = name.replace("_", " ")
+            slider = widgets.SelectionSlider(options=options, value=self.value[name], description=words, **look)
             slider.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
             self.sliders[name] = slider
-        self._widget = figure
-        return widgets.VBox([*(s for n, s in self.sliders.items() if len(self.controls[n]) > 1), figure])
+        return widgets.VBox([*(s for n, s in self.sliders.items() if len(self.controls[n]) > 1), self._widget])
 
     def _moved(self, name: str, value: Any) -> None:
         if self.value[name] != value:
             self.set(**{name: value})
 
     def __repr__(self) -> str:
-        from . import tables
-
         return tables.text(self.figure)
 
 
@@ -243,32 +221,16 @@ def lab(
 
 
 def _table(readings: Mapping[str, Any] | Iterable[Any]) -> dict[str, dict[str, float]]:
-    if isinstance(readings, Mapping):
-        pairs = list(readings.items())
-    else:
-        pairs = [(str(_get(r, "mode", i)), r) for i, r in enumerate(readings)]
-    if not pairs:
-        raise DataError("no reading to draw; give mode -> {loss, norm_ratio, cosine}")
+    """Mode -> loss, norm ratio and cosine as numbers, from whichever form they were given in."""
+    get = lambda r, key: r.get(key) if isinstance(r, Mapping) else getattr(r, key, None)
+    pairs = readings.items() if isinstance(readings, Mapping) else [(get(r, "mode"), r) for r in readings]
     out = {}
     for mode, reading in pairs:
-        row = {key: _get(reading, key, None) for key in ("loss", "norm_ratio", "cosine")}
+        row = {key: get(reading, key) for key in ("loss", "norm_ratio", "cosine")}
         missing = [key for key in ("norm_ratio", "cosine") if row[key] is None]
         if missing:
             raise DataError(f"the reading of {mode!r} has no {' and no '.join(missing)}")
         out[mode] = {key: math.nan if value is None else float(value) for key, value in row.items()}
+    if not out:
+        raise DataError("no reading to draw; give mode -> {loss, norm_ratio, cosine}")
     return out
-
-
-def _get(reading: Any, key: str, default: Any) -> Any:
-    return reading.get(key, default) if isinstance(reading, Mapping) else getattr(reading, key, default)
-
-
-def _say(fig: go.Figure, x: float, xref: str, mode: str, yref: str, text: str, right: bool, shift: int = 6) -> None:
-    fig.add_annotation(x=x, xref=xref, y=mode, yref=yref, text=text, showarrow=False, yanchor="middle",
-                       xanchor="left" if right else "right", xshift=shift if right else -shift,
-                       font={"size": SIZE["tick"], "color": INK})  # fmt: skip
-
-
-def _power(value: float) -> str:
-    exponent = round(math.log10(value))
-    return "1" if exponent == 0 else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

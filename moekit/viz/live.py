@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError
-from . import curves
+from ..measure.record import read_records
+from . import curves, series, tables
 from .curves import Panel
 from .progress import place
-from .theme import bundle, headline
+from .theme import bundle, headline, need
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -49,18 +50,13 @@ def live(job_or_folder: Any, *metrics: Panel, interval: float = 0.5) -> Live:
     folder = Path(getattr(job_or_folder, "folder", job_or_folder))
     if not folder.is_dir():
         raise ConfigError(f"there is no run folder {folder}; give a job, or the path of a run such as runs/<name>")
-    return Live(folder, _state_of(job_or_folder, folder), metrics or curves.DEFAULT, max(interval, FASTEST_S))
-
-
-def _state_of(job: Any, folder: Path) -> Callable[[], str]:
-    """A function that says how the run stands; a run that no launcher started is "running" until it is closed."""
-    if isinstance(job, (str, Path)):
-        if not (folder / "state.json").exists():
-            return lambda: "running"
+    job = job_or_folder
+    if isinstance(job, (str, Path)) and (folder / "state.json").exists():
         from ..launch.job import attach
 
         job = attach(folder)
-    return lambda: str(job.state)
+    # a run that no launcher started is "running" until it is closed
+    return Live(folder, lambda: getattr(job, "state", "running"), metrics or curves.DEFAULT, max(interval, FASTEST_S))
 
 
 class Live:
@@ -72,12 +68,18 @@ class Live:
         self.note = ""  # why the figure is static, if it is
         self.error: Exception | None = None
         self._state = state
-        self._data = Follower(folder)
+        self._data = Follower(folder, {name for panel in panels for name in curves.names(panel)})
         self._handle: Any = None
         self._stop = threading.Event()
         self.figure: go.Figure = curves.empty(panels, title=folder.name, subtitle=" ")
         if place() == "notebook":
-            self.figure, self.note = _widget(self.figure)
+            try:
+                self.figure = need("plotly.graph_objects", "a live figure").FigureWidget(self.figure)
+            except ImportError as error:
+                self.note = (
+                    f"a static picture, replaced every {STATIC_S:g} s: the live figure needs anywidget and ipywidgets "
+                    f'({error}); install them with pip install "moekit[notebooks]"'
+                )
         self._over = self._look()
         self._thread = threading.Thread(target=self._follow, name=f"live {folder.name}", daemon=True)
         if self._over:
@@ -93,7 +95,7 @@ class Live:
     def close(self) -> None:
         """Stop following, with what is recorded now as the last state. Can be called twice."""
         self._stop.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive():
             self._thread.join(10)
 
     def wait(self, timeout: float | None = None) -> Live:
@@ -105,10 +107,9 @@ class Live:
         return self
 
     def _follow(self) -> None:
-        pause = max(self.interval, STATIC_S) if self.note else self.interval
         try:
             while not self._over:
-                self._stop.wait(pause)
+                self._stop.wait(max(self.interval, STATIC_S) if self.note else self.interval)
                 self._over = self._look(last=self._stop.is_set())
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: kept for wait(), and said in the figure
             self.error = error
@@ -152,59 +153,32 @@ class Live:
             self._handle.update(bundle(self.figure), raw=True)
 
     def __repr__(self) -> str:
-        from . import tables
-
         return tables.text(self.figure)
 
 
 class Follower:
-    """Metrics of a run, read piece by piece. Several records of one step are joined."""
+    """Some metrics of a run, read piece by piece. Several records of one step are joined."""
 
-    def __init__(self, folder: Path):
-        self.path = folder / "metrics.jsonl"
-        self.steps: list[int] = []
-        self._values: dict[str, list[float]] = {}
+    def __init__(self, folder: Path, names: set[str]):
+        self.path, self.names = folder / "metrics.jsonl", names
+        self._rows: dict[int, dict[str, float]] = {}
         self._offset = 0
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps recorded so far."""
+        return list(self._rows)
 
     def read(self) -> bool:
         """Read what was added; returns whether there was anything."""
-        from ..measure.record import read_records
-
         if self._offset and self.path.exists() and self.path.stat().st_size < self._offset:
-            self.steps, self._values, self._offset = [], {}, 0  # resumed from an earlier step
+            self._rows, self._offset = {}, 0  # resumed from an earlier step
         records, self._offset = read_records(self.path, self._offset)
         for record in records:
-            step = record["step"]
-            if not self.steps or step > self.steps[-1]:
-                self.steps.append(step)
-            at = len(self.steps) - 1
-            for name, value in record.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    column = self._values.setdefault(name, [])
-                    column.extend([float("nan")] * (at + 1 - len(column)))
-                    column[at] = float(value)
+            row = self._rows.setdefault(record["step"], {"step": record["step"]})
+            row.update({name: record[name] for name in self.names & record.keys()})
         return bool(records)
 
     def pick(self, names: tuple[str, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Steps and columns, as `series.pick` gives them; a metric that was never recorded is left out."""
-        found = {}
-        for name in names:
-            if name in self._values:
-                column = np.full(len(self.steps), np.nan)
-                column[: len(self._values[name])] = self._values[name]
-                found[name] = column
-        keep = ~np.isnan([*found.values()]).all(axis=0) if found else np.zeros(len(self.steps), bool)
-        return np.array(self.steps, dtype=float)[keep], {name: column[keep] for name, column in found.items()}
-
-
-def _widget(fig: go.Figure) -> tuple[go.Figure | go.FigureWidget, str]:
-    """The figure as a widget, or the figure and why it is none."""
-    import plotly.graph_objects as go
-
-    try:
-        return go.FigureWidget(fig), ""
-    except ImportError as error:
-        return fig, (
-            f"a static picture, replaced every {STATIC_S:g} s: the live figure needs anywidget and ipywidgets "
-            f'({error}); install them with pip install "moekit[notebooks]"'
-        )
+        """Steps and columns; a metric that was never recorded is left out."""
+        return series.pick(list(self._rows.values()), *names, optional=True)

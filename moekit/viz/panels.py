@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..errors import DataError
 from .progress import INTERVAL_S, place
@@ -38,7 +38,6 @@ class LogPanel:
     def __init__(self, title: str = "log", *, height: int = 8, keep: int = LINES):
         self.title, self.height = title, height
         self.dropped = 0
-        self.updates = 0
         self._lines: deque[str] = deque(maxlen=keep)
         self._open: dict[int, str] = {}  # what each thread has written of a line that it has not ended
         self._lock = threading.Lock()
@@ -82,12 +81,6 @@ class LogPanel:
             self._open.clear()
             self._show()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _schedule(self) -> None:
         """Show now, or when an interval has passed since the last time. The lock is held."""
         if self._handle is None:
@@ -106,7 +99,6 @@ class LogPanel:
             self._timer = None
         if self._handle is not None:
             self._last = time.monotonic()
-            self.updates += 1
             self._handle.update(self._data(), raw=True)
 
     def _data(self) -> dict[str, str]:
@@ -118,14 +110,16 @@ class LogPanel:
 
     def _html(self) -> str:
         more = f" · {self.dropped} earlier lines dropped" if self.dropped else ""
+        box = f"border:1px solid {GRID};border-radius:6px;margin:4px 0;max-width:760px;color:{INK};background:#fff"
+        head = f"padding:4px 10px;border-bottom:1px solid {GRID};font-weight:600"
         # column-reverse keeps the newest line in view without a script
+        scroll = f"display:flex;flex-direction:column-reverse;max-height:{1.4 * self.height:.1f}em;overflow:auto"
+        text = "margin:0;padding:4px 10px;line-height:1.4;white-space:pre-wrap;background:none;color:inherit"
+        title = f"{html.escape(self.title)}<span style='font-weight:400;color:{MUTED}'>{more}</span>"
+        lines = html.escape("\n".join(self._lines))
         return (
-            f"<div style='border:1px solid {GRID};border-radius:6px;margin:4px 0;max-width:760px;color:{INK};"
-            f"background:#fff'><div style='padding:4px 10px;border-bottom:1px solid {GRID};font-weight:600'>"
-            f"{html.escape(self.title)}<span style='font-weight:400;color:{MUTED}'>{more}</span></div>"
-            f"<div style='display:flex;flex-direction:column-reverse;max-height:{1.4 * self.height:.1f}em;"
-            "overflow:auto;padding:4px 10px'><pre style='margin:0;line-height:1.4;white-space:pre-wrap;"
-            f"background:none;color:inherit'>{html.escape(chr(10).join(self._lines))}</pre></div></div>"
+            f"<div style='{box}'><div style='{head}'>{title}</div>"
+            f"<div style='{scroll}'><pre style='{text}'>{lines}</pre></div></div>"
         )
 
     def __repr__(self) -> str:
@@ -158,7 +152,7 @@ class RankLogs:
     def _follow(self) -> None:
         over = False
         while not over:
-            over = self._job.done or self._stop.is_set()  # before reading, so that no line is missed
+            over = self._job.done or self._stop.wait(3 * INTERVAL_S)  # before reading, so that no line is missed
             for rank, panel in self.panels.items():
                 path = Path(self._job.folder) / "logs" / f"rank_{rank}.log"
                 if path.exists():
@@ -168,8 +162,6 @@ class RankLogs:
                     data = data if over else data[: data.rfind(b"\n") + 1]
                     self._offset[rank] += len(data)
                     panel.write(data.decode(errors="backslashreplace"))
-            if not over:
-                self._stop.wait(3 * INTERVAL_S)
         for panel in self.panels.values():
             panel.close()
 

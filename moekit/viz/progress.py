@@ -72,7 +72,7 @@ class Progress:
         self.messages = 0
         self._stream, self._show = stream, show
         self._start = self._last = time.monotonic()  # the first message waits for one interval, the last for none
-        self._said, self._said_done = "", 0.0
+        self._said: tuple[int, dict[str, Any]] = (0, {})
         self._width = 0
         self._handle: Any = None
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Progress:
             self.done = self.done + 1 if done is None else done
             self.facts.update(facts)
             now = time.monotonic()
-            if now - self._last >= self.interval and (self.mode != "log" or self._show or self._due(now)):
+            if self._due(now):
                 self._say(now)
 
     def close(self) -> None:
@@ -108,31 +108,35 @@ class Progress:
 
     def __str__(self) -> str:
         elapsed = time.monotonic() - self._start
-        parts = [self.label] if self.label else []
-        if self.total:
-            parts.append(f"{self.done}/{self.total}")
-        else:
-            parts.append(str(self.done))
-        parts += [f"{k.replace('_', ' ')} {v if isinstance(v, str) else number(v)}" for k, v in self.facts.items()]
+        count = f"{self.done}/{self.total}" if self.total else str(self.done)
+        facts = [f"{k.replace('_', ' ')} {v if isinstance(v, str) else number(v)}" for k, v in self.facts.items()]
+        clock = _clock(elapsed)
         if self.total and 0 < self.done < self.total:
-            parts.append(f"{_clock(elapsed * (self.total - self.done) / self.done)} left")
-        else:
-            parts.append(_clock(elapsed))
-        return "  ".join(parts)
+            clock = f"{_clock(elapsed * (self.total - self.done) / self.done)} left"
+        return "  ".join(filter(None, [self.label, count, *facts, clock]))
 
     def _due(self, now: float) -> bool:
-        """Whether a log file should get a line."""
-        far = self.total and self.done - self._said_done >= LOG_SHARE * self.total
-        return bool(far) or now - self._last >= LOG_S
+        """Whether it is time for a message: a log file gets fewer."""
+        if self.mode != "log" or self._show:
+            return now - self._last >= self.interval
+        far = bool(self.total) and self.done - self._said[0] >= LOG_SHARE * self.total
+        return now - self._last >= (self.interval if far else LOG_S)
 
     def _say(self, now: float) -> None:
         text = str(self)
-        self._last, self._said, self._said_done = now, (self.done, dict(self.facts)), self.done
+        self._last, self._said = now, (self.done, dict(self.facts))
         self.messages += 1
         if self._show is not None:
             self._show(text)
         elif self.mode == "notebook":
-            self._update_output(text)
+            data = {"text/plain": text, "text/html": self._html(text)}
+            if self._handle is None:
+                from IPython.display import DisplayHandle
+
+                self._handle = DisplayHandle()
+                self._handle.display(data, raw=True)
+            else:
+                self._handle.update(data, raw=True)
         elif self.mode == "terminal":
             self._write("\r" + text.ljust(self._width))
             self._width = len(text)
@@ -140,34 +144,16 @@ class Progress:
             self._write(text + "\n")
 
     def _write(self, text: str) -> None:
-        stream = self._stream or sys.stdout
-        stream.write(text)
-        stream.flush()
-
-    def _update_output(self, text: str) -> None:
-        from IPython.display import DisplayHandle
-
-        data = {"text/plain": text, "text/html": self._html(text)}
-        if self._handle is None:
-            self._handle = DisplayHandle()
-            self._handle.display(data, raw=True)
-        else:
-            self._handle.update(data, raw=True)
+        print(text, end="", file=self._stream or sys.stdout, flush=True)
 
     def _html(self, text: str) -> str:
-        share = min(self.done / self.total, 1.0) if self.total else 0.0
-        bar = (
-            f"<span style='display:inline-block;width:160px;height:8px;border-radius:4px;background:{MUTED}33;"
-            f"margin-right:10px'><span style='display:block;height:8px;border-radius:4px;width:{100 * share:.1f}%;"
-            f"background:{CLASS['supervised']}'></span></span>"
-        )
+        share = 100 * min(self.done / self.total, 1.0) if self.total else 0.0
+        line = "display:inline-block;height:8px;border-radius:4px;"
+        full = f"<span style='{line}width:{share:.1f}%;background:{CLASS['supervised']};vertical-align:top'></span>"
+        bar = f"<span style='{line}width:160px;background:{MUTED}33;margin-right:10px;line-height:8px'>{full}</span>"
         return f"<div style='font-variant-numeric:tabular-nums'>{bar if self.total else ''}{html.escape(text)}</div>"
 
 
 def _clock(seconds: float) -> str:
-    whole = int(seconds)
-    return (
-        f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-        if whole >= 3600
-        else f"{whole // 60}:{whole % 60:02d}"
-    )
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

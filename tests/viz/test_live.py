@@ -81,7 +81,7 @@ def test_a_finished_run_is_drawn_at_once(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_read_again_from_its_start(tmp_path: Path) -> None:
-    follower = module.Follower(tmp_path)
+    follower = module.Follower(tmp_path, {"loss/sft", "lr"})
     with RunWriter(tmp_path) as writer:
         for step in range(4):
             writer.write(step, {"loss/sft": 1.0})
