@@ -45,10 +45,7 @@ def stamp(pid: int) -> str | None:
 
 @cache
 def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
-    except OSError:
-        return "unknown"
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def is_alive(pid: int | None, start: str | None) -> bool:
@@ -124,7 +121,4 @@ def watch_parent(parent: int) -> None:
 
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9; `signal 99` for a number without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -162,21 +162,20 @@ def first_failure(
         lost = [rank for rank in range(nproc) if not (folder / "results" / f"rank_{rank}.pkl").exists()]
         deaths = {rank: {"exit_code": 0, "time": time.time()} for rank in lost}
     for rank, death in deaths.items():
-        by_agent = (death["exit_code"] == -signal.SIGTERM and had_reason) or (
-            death["exit_code"] == -signal.SIGKILL and death["time"] > noticed + STOP_GRACE_S
-        )
+        code = death["exit_code"]
+        late = death["time"] > noticed + STOP_GRACE_S
+        by_agent = (code == -signal.SIGTERM and had_reason) or (code == -signal.SIGKILL and late)
         if written[rank] is None and not by_agent:
-            error = _death_notice(rank, death)
+            error = _death_notice(rank, code, death["time"])
             write_json(folder / "errors" / f"rank_{rank}.json", error)
             errors.append(error)
     return min(errors, key=lambda error: (error["knock_on"], error["time"]), default=None)
 
 
-def _death_notice(rank: int, death: dict[str, Any]) -> dict[str, Any]:
-    code = death["exit_code"]
+def _death_notice(rank: int, code: int, when: float) -> dict[str, Any]:
     message = f"ended with exit code {code} before its function returned"
     if code < 0:
         message = f"was killed by signal {-code} ({signal_name(-code)})"
     if code == -signal.SIGKILL:
         message += "; if nobody did that, the system did because memory ran out"
-    return {"rank": rank, "type": "", "message": message, "traceback": "", "time": death["time"], "knock_on": False}
+    return {"rank": rank, "type": "", "message": message, "traceback": "", "time": when, "knock_on": False}
