@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 READINGS = "denominators.json"
+Scores = dict[str, tuple[float | None, float | None]]  # task -> before, after
+LOAD_TIME = "How the busiest expert of a layer compares with the mean, step by step."
+SIDE_BY_SIDE = (
+    "The same batch, the same weights: what each convention would have done. Conventions that divide by something "
+    "else than the supervised tokens of the whole step change the length of the gradient, its direction, or both."
+)
+PAGE = """<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name} · moekit report</title>
+<meta name='viewport' content='width=device-width, initial-scale=1'><style>{style}</style></head><body>
+<header><h1>{name}<span class='state {state}'>{state}</span></h1><p class='by'>{facts}</p></header>
+<div class='tiles'>{tiles}</div><div class='columns'>{numbers}</div>{parts}
+<section><h2>Run card</h2><p class='found'>What a comparison with this run must state.</p>{card}</section>
+<footer>Made by moekit from <code>{name}/metrics.jsonl</code> and its arrays. Rows are counted where they enter the
+experts' matrix multiplication. Read the run again: <code>moekit.open_run(...)</code>.</footer></body></html>"""
 
 
 def write_report(
@@ -56,269 +69,182 @@ def write_report(
     need("plotly.graph_objects", "a run's report")
     need("matplotlib", "a run's report")
     run = open_run(run_folder)
-    metrics = run.metrics
-    if not len(metrics):
+    if not len(run.metrics):
         raise DataError(f"{run.folder} has no recorded step yet, so there is nothing to report")
     card = run.card.to_dict() if run.card is not None else {}
-    scores = scores if scores is not None else card.get("results", {}).get("scores")
+    told = _scores(card.get("results", {}).get("scores") if scores is None else scores)
     if readings is None and (run.folder / READINGS).exists():
         readings = json.loads((run.folder / READINGS).read_text())
-    sums = token_accounting(metrics)
-    page = _Page(interactive)
-    missing = []
-    for make in (_loss, _work, _load, _load_time):
+    sums, found = token_accounting(run.metrics), losses(run.metrics)
+    parts, missing = [], []
+    for title, make in (
+        ("Loss", lambda: _loss(run, found)),
+        ("Routed work by class", lambda: _work(run, sums)),
+        ("Expert load", lambda: _load(run)),
+        ("Expert load over time", lambda: (LOAD_TIME, routing.load_over_time(run))),
+        ("Loss denominators side by side", lambda: (SIDE_BY_SIDE, denominators.side_by_side(readings))),
+    ):
         try:
-            make(page, run, sums)
+            if readings or "denominators" not in title:
+                text, *figures = make()
+                parts.append(_section(title, text, figures, interactive, first=not parts))
         except DataError as error:
             missing.append(str(error))
-    if readings:
-        _denominators(page, readings)
-    note = f"<p class='note'>Not shown: {html.escape('; '.join(missing))}.</p>" if missing else ""
-    whole = _frame(
-        run.folder.name,
-        _header(run, card, sums) + _tiles(metrics, sums, scores) + _numbers(metrics, sums, scores)
-        + "".join(page.parts) + note + _card(run) + _footer(run),
+    if missing:
+        parts.append(f"<p class='note'>Not shown: {html.escape('; '.join(missing))}.</p>")
+    shut = run.card._repr_html_().replace("<details open>", "<details>") if run.card else "This run has no card."
+    page = PAGE.format(
+        name=html.escape(run.folder.name), style=Path(__file__).with_name("report.css").read_text(), state=run.state,
+        facts=html.escape(" · ".join(filter(None, _facts(card, sums)))), tiles=_tiles(sums, found, told),
+        numbers=_numbers(sums, found, told), parts="".join(parts), card=shut,
     )  # fmt: skip
-    return write_atomic(run.folder / REPORT, whole.encode())
+    return write_atomic(run.folder / REPORT, page.encode())
 
 
-class _Page:
-    """Sections in order; the script of interactive figures goes in once."""
-
-    def __init__(self, interactive: bool):
-        self.parts: list[str] = []
-        self.interactive = interactive
-        self._script = False
-
-    def section(self, title: str, text: str, *figures: go.Figure) -> None:
-        """A heading, what was found, and figures. With several figures each gets its own title as a smaller heading."""
-        self.parts.append(f"<section><h2>{html.escape(title)}</h2><p class='found'>{text}</p>")
-        for fig in figures:
-            name, how = heading(fig)
-            numbers = tables.to_html(fig)
-            if len(figures) > 1:
-                self.parts.append(f"<h3>{html.escape(name)}</h3>")
-            self.parts.append(
-                f"<figure>{self._draw(_without_title(fig))}<figcaption>{html.escape(how)}</figcaption></figure>"
-                f"<details><summary>the numbers</summary><div class='scroll'>{numbers}</div></details>"
-            )
-        self.parts.append("</section>")
-
-    def _draw(self, fig: go.Figure) -> str:
-        if self.interactive:
-            drawn = fig.to_html(full_html=False, include_plotlyjs=not self._script)
-            self._script = True
-            return drawn
-        data = base64.b64encode(static.render(fig, "svg")).decode()
-        words = html.escape(" ".join(tables.text(fig, 4).split()), quote=True)
-        return f'<img alt="{words}" src="data:image/svg+xml;base64,{data}">'
+def _section(title: str, text: str, figures: list[go.Figure], interactive: bool, first: bool) -> str:
+    """A heading, what was found, and figures. With several figures each gets its own title as a smaller heading."""
+    parts = [f"<section><h2>{html.escape(title)}</h2><p class='found'>{text}</p>"]
+    for i, fig in enumerate(figures):
+        name, how = heading(fig)
+        numbers, words = tables.to_html(fig), " ".join(tables.text(fig, 4).split())
+        # the page says the title: away with it, and with the room for it
+        above = any(n.yref == "paper" and n.yanchor == "bottom" and n.y > 0.99 for n in fig.layout.annotations)
+        room = fig.layout.margin.t - (44 if above else 14)
+        fig.layout.title = None
+        fig.layout.margin.t -= room
+        fig.layout.height -= room
+        if interactive:  # the script goes in once
+            drawn = fig.to_html(full_html=False, include_plotlyjs=first and i == 0)
+        else:
+            data = base64.b64encode(static.render(fig, "svg")).decode()
+            drawn = f'<img alt="{html.escape(words)}" src="data:image/svg+xml;base64,{data}">'
+        parts.append(
+            f"{f'<h3>{html.escape(name)}</h3>' if len(figures) > 1 else ''}"
+            f"<figure>{drawn}<figcaption>{html.escape(how)}</figcaption></figure>"
+            f"<details><summary>the numbers</summary><div class='scroll'>{numbers}</div></details>"
+        )
+    return "".join(parts) + "</section>"
 
 
-def _without_title(fig: go.Figure) -> go.Figure:
-    """The figure without its title, which the page says, and without the room for it."""
-    above = any(note.yref == "paper" and note.yanchor == "bottom" and note.y > 0.99 for note in fig.layout.annotations)
-    room = fig.layout.margin.t - (44 if above else 14)
-    fig.layout.title = None
-    fig.layout.margin.t -= room
-    fig.layout.height -= room
-    return fig
-
-
-def _loss(page: _Page, run: Any, sums: dict[str, Any]) -> None:
-    found = losses(run.metrics)
+def _loss(run: Any, found: dict[str, Any]) -> tuple[Any, ...]:
     name = next((n for n in ("loss/sft", "loss/total", *found) if n in found), None)
     if name is None:
         raise DataError("no loss was recorded")
-    seen, first = int(run.metrics[name].notna().sum()), found[name]
-    smooth = max(1, min(seen // 12, 50))
+    seen, loss = int(run.metrics[name].notna().sum()), found[name]
     panel = (name, "eval/sft") if "eval/sft" in found and name != "eval/sft" else name
     text = (
-        f"<code>{name}</code> went from {number(first['first'])} to {number(first['last'])} nats a token over {seen:,} "
-        f"steps; the smallest was {number(first['smallest'])}."
+        f"<code>{name}</code> went from {number(loss['first'])} to {number(loss['last'])} nats a token over {seen:,} "
+        f"steps; the smallest was {number(loss['smallest'])}."
     )
-    page.section("Loss", text, curves.curves(run, panel, title="Loss", smooth=smooth))
+    return text, curves.curves(run, panel, title="Loss", smooth=max(1, min(seen // 12, 50)))
 
 
-def _work(page: _Page, run: Any, sums: dict[str, Any]) -> None:
-    fig = masking.routed_work(run)
+def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
     cost, rows = masking.per_supervised(run), sums["routed rows"]
-    parts = [f"{number(cost[f'rows/{c}'])} {c}" for c in CLASSES if cost[f"rows/{c}"]]
-    elided = rows.get("elided", 0)
-    text = (
-        f"One supervised token took <b>{number(cost['rows'])} routed rows</b>: {', '.join(parts)}. "
-        + (f"Another {elided:,} rows were elided: they were proved not to reach the loss." if elided else "")
-        + (f" {rows['dropped']:,} rows were dropped." if rows.get("dropped") else "")
-    )
-    page.section("Routed work by class", text, fig)
+    parts = ", ".join(f"{number(cost[f'rows/{c}'])} {c}" for c in CLASSES if cost[f"rows/{c}"])
+    text = f"One supervised token took <b>{number(cost['rows'])} routed rows</b>: {parts}."
+    if rows.get("elided"):
+        text += f" Another {rows['elided']:,} rows were elided: they were proved not to reach the loss."
+    if rows.get("dropped"):
+        text += f" {rows['dropped']:,} rows were dropped."
+    return text, masking.routed_work(run)
 
 
-def _load(page: _Page, run: Any, sums: dict[str, Any]) -> None:
-    figures, words = [], []
-    for scope in ("all", "supervised"):
-        figures.append(routing.load_heatmap(run, scope=scope))
+def _load(run: Any) -> tuple[Any, ...]:
+    figures, words, when = [], [], ""
+    for scope, what in routing.SCOPE.items():
         count_LE, layers, when = counts(run, None, scope)
         load_LE = routing.balanced_share(count_LE)
-        if not np.isfinite(load_LE).any():
-            figures.pop()
-            continue
-        i, e = np.unravel_index(np.nanargmax(load_LE), load_LE.shape)
-        dead = int((load_LE == 0).sum())
-        words.append(
-            f"over {routing.SCOPE[scope]} the busiest is expert {e} of layer {layers[i]} with "
-            f"{load_LE[i, e]:.2f} times its balanced share, and "
-            + (f"{dead} expert{'s' if dead > 1 else ''} received no row" if dead else "no expert went without rows")
-        )
+        if np.isfinite(load_LE).any():
+            i, e = np.unravel_index(np.nanargmax(load_LE), load_LE.shape)
+            dead = int((load_LE == 0).sum())
+            none = f"{dead} expert{'s' * (dead > 1)} received no row" if dead else "no expert went without rows"
+            words.append(
+                f"over {what} the busiest is expert {e} of layer {layers[i]} with {load_LE[i, e]:.2f} times its "
+                f"balanced share, and {none}"
+            )
+            figures.append(routing.load_heatmap(run, scope=scope))
     text = "; ".join(words)
-    page.section("Expert load", html.escape(text[:1].upper() + text[1:] + f" ({when})."), *figures)
+    return html.escape(f"{text[:1].upper()}{text[1:]} ({when})."), *figures
 
 
-def _load_time(page: _Page, run: Any, sums: dict[str, Any]) -> None:
-    fig = routing.load_over_time(run)
-    page.section(
-        "Expert load over time", "How the busiest expert of a layer compares with the mean, step by step.", fig
-    )
+def _facts(card: dict[str, Any], sums: dict[str, Any]) -> list[str]:
+    base, world, data = card.get("base", {}), card.get("layout", {}).get("world"), card.get("batch", {}).get("data")
+    return [
+        str(card.get("objective", {}).get("name", "")).upper(),
+        f"from {base.get('path') or base.get('preset')}" if base else "",
+        f"on {Path(str(data)).name}" if data else "",
+        f"{world} process{'es' if world != 1 else ''}" if world else "",
+        f"{sums['steps']:,} steps",
+        f"{number(card['seconds'])} s" if card.get("seconds") else "",
+        datetime.fromisoformat(card["started"]).strftime("%d %B %Y, %H:%M UTC") if card.get("started") else "",
+    ]
 
 
-def _denominators(page: _Page, readings: Any) -> None:
-    fig = denominators.side_by_side(readings)
-    text = (
-        "The same batch, the same weights: what each convention would have done. Conventions that divide by something "
-        "else than the supervised tokens of the whole step change the length of the gradient, its direction, or both."
-    )
-    page.section("Loss denominators side by side", text, fig)
-
-
-def _header(run: Any, card: dict[str, Any], sums: dict[str, Any]) -> str:
-    base, layout, batch = card.get("base", {}), card.get("layout", {}), card.get("batch", {})
-    facts = [str(card.get("objective", {}).get("name", "")).upper()]
-    facts.append(f"from {base.get('path') or base.get('preset')}" if base else "")
-    facts.append(f"on {Path(str(batch['data'])).name}" if batch.get("data") else "")
-    world = layout.get("world")
-    facts.append(f"{world} process{'es' if world != 1 else ''}" if world else "")
-    facts.append(f"{sums['steps']:,} steps")
-    if card.get("seconds"):
-        facts.append(f"{number(card['seconds'])} s")
-    if card.get("started"):
-        facts.append(datetime.fromisoformat(card["started"]).strftime("%d %B %Y, %H:%M UTC"))
-    state = run.state
-    return (
-        f"<header><h1>{html.escape(run.folder.name)}<span class='state {state}'>{html.escape(state)}</span></h1>"
-        f"<p class='by'>{html.escape(' · '.join(f for f in facts if f))}</p></header>"
-    )
-
-
-def _tiles(metrics: Any, sums: dict[str, Any], scores: Any) -> str:
-    tiles = []
-    found = losses(metrics)
+def _tiles(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> str:
+    tiles = []  # what, value before (if any), value, what more there is to say
     loss = found.get("loss/sft") or found.get("loss/total")
     if loss:
-        tiles.append(_tile("loss", loss["last"], "nats a token, first and last step", loss["first"]))
-    for task, value in _scores(scores)[:1]:
-        before, after = value
-        tiles.append(_tile(f"score, {task}" if task != "score" else "score", after, "before and after", before))
-    rates = sums.get("rates over the run", {})
+        tiles.append(("loss", loss["first"], loss["last"], "nats a token, first and last step"))
+    for task, (before, after) in list(told.items())[:1]:
+        tiles.append(("score" if task == "score" else f"score, {task}", before, after, "before and after"))
+    rates = sums.get("rates over the run")
     if rates:
         tiles.append(
-            _tile("supervised tokens/s", rates["supervised tokens/s"], f"of {rates['tokens/s']:,.0f} tokens/s")
+            ("supervised tokens/s", None, rates["supervised tokens/s"], f"of {rates['tokens/s']:,.0f} tokens/s")
         )
-    per = sums["per supervised token"]
-    if per["rows dispatched"]:
-        share = sums["routed rows"].get("supervised", 0) / max(1, sums["routed rows"].get("dispatched", 0))
-        tiles.append(
-            _tile("rows / supervised token", per["rows dispatched"], f"{100 * share:.0f} % of rows are supervised")
-        )
-    return f"<div class='tiles'>{''.join(tiles)}</div>"
-
-
-def _tile(what: str, value: float | None, more: str, before: float | None = None) -> str:
-    come = f"<span class='from'>{_short(before)} → </span>" if before is not None else ""
-    return (
-        f"<div class='tile'><div class='what'>{html.escape(what)}</div><div class='value'>{come}{_short(value)}</div>"
-        f"<div class='more'>{html.escape(more)}</div></div>"
+    rows, per = sums["routed rows"], sums["per supervised token"]["rows dispatched"]
+    if per:
+        share = f"{100 * rows.get('supervised', 0) / rows['dispatched']:.0f} % of rows are supervised"
+        tiles.append(("rows / supervised token", None, per, share))
+    short = lambda value: f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)
+    come = lambda before: "" if before is None else f"<span class='from'>{short(before)} → </span>"
+    return "".join(
+        f"<div class='tile'><div class='what'>{html.escape(what)}</div><div class='value'>{come(before)}{short(value)}"
+        f"</div><div class='more'>{more}</div></div>"
+        for what, before, value, more in tiles
     )
 
 
-def _short(value: float | None) -> str:
-    return f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)
-
-
-def _numbers(metrics: Any, sums: dict[str, Any], scores: Any) -> str:
-    rates = sums.get("rates over the run", {})
-    left = [_table("Rates over the run", [(k, f"{v:,.1f}") for k, v in rates.items()])] if rates else []
-    found = losses(metrics)
-    if found:
-        rows = [(n, f"{number(v['first'])} → {number(v['last'])}") for n, v in found.items()]
-        left.append(_table("Losses, first → last step", rows))
-    told = _scores(scores)
-    if told:
-        rows = [
-            (t, number(b) if a is None else f"{number(b) if b is not None else '–'} → {number(a)}")
-            for t, (b, a) in told
-        ]
-        left.append(_table("Scores, before → after", rows))
+def _numbers(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> str:
+    """Two columns of small tables."""
+    rates = [(k, f"{v:,.1f}") for k, v in sums.get("rates over the run", {}).items()]
+    change = [(n, f"{number(v['first'])} → {number(v['last'])}") for n, v in found.items()]
+    scores = [(t, number(after) if before is None else f"{number(before)} → {number(after)}")
+              for t, (before, after) in told.items()]  # fmt: skip
+    left = _table("Rates over the run", rates) + _table("Losses, first → last step", change)
     positions, routed, per = sums["positions"], sums["routed rows"], sums["per supervised token"]
-    heads = "".join(f"<th class=n>{word}</th>" for word in ("positions", "routed rows", "rows / sup."))
-    head = f"<thead><tr><th>class</th>{heads}</tr></thead>"
-    body = "".join(
-        f"<tr><td><span class='swatch' style='background:{CLASS[c]}'></span>{c}</td><td class=n>{positions[c]:,}</td>"
-        f"<td class=n>{routed.get(c, 0):,}</td><td class=n>{number(per[f'rows of {c} positions'])}</td></tr>"
-        for c in CLASSES
+    rows = [(c, f"{positions[c]:,}", f"{routed.get(c, 0):,}", number(per[f"rows of {c} positions"])) for c in CLASSES]
+    rows.append(
+        ("total", f"{positions['total']:,}", f"{routed.get('dispatched', 0):,}", number(per["rows dispatched"]))
     )
-    cells = f"{positions['total']:,}", f"{routed.get('dispatched', 0):,}", number(per["rows dispatched"])
-    total = "<tr class='total'><td>total</td>" + "".join(f"<td class=n>{cell}</td>" for cell in cells) + "</tr>"
-    right = f"<table><caption>Positions and forward rows</caption>{head}<tbody>{body}{total}</tbody></table>"
+    right = _table("Positions and forward rows", rows, ("class", "positions", "routed rows", "rows / sup."))
     other = [(n, f"{routed[n]:,}") for n in ("elided", "dropped", "shared", "backward") if n in routed]
-    if "skipped steps" in sums:
-        other.append(("skipped steps", f"{sums['skipped steps']:,}"))
+    other += [("skipped steps", f"{sums['skipped steps']:,}")] if "skipped steps" in sums else []
     return (
-        f"<div class='columns'><div>{''.join(left)}</div>"
-        f"<div>{right}{_table('Other rows, and steps', other) if other else ''}</div></div>"
+        f"<div>{left}{_table('Scores, before → after', scores)}</div>"
+        f"<div>{right}{_table('Other rows, and steps', other)}</div>"
     )
 
 
-def _table(caption: str, rows: list[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th>{html.escape(k)}</th><td class=n>{html.escape(v)}</td></tr>" for k, v in rows)
-    return f"<table><caption>{html.escape(caption)}</caption><tbody>{body}</tbody></table>"
+def _table(caption: str, rows: list[tuple[str, ...]], head: tuple[str, ...] = ()) -> str:
+    if not rows:
+        return ""
+    line = lambda cells, tag: f"<tr>{''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
+    top = f"<thead>{line(head, 'th')}</thead>" if head else ""
+    body = "".join(line(row, "td") for row in rows)
+    for name in CLASSES if head else ():
+        swatch = f"<span class='swatch' style='background:{CLASS[name]}'></span>"
+        body = body.replace(f"<td>{name}</td>", f"<td>{swatch}{name}</td>")
+    return f"<table class=numbers><caption>{html.escape(caption)}</caption>{top}<tbody>{body}</tbody></table>"
 
 
-def _scores(scores: Any) -> list[tuple[str, tuple[float | None, float | None]]]:
-    """Task -> (before, after) in whichever of the plain forms it was given."""
+def _scores(scores: Any) -> Scores:
+    """Task -> (before, after) from (before, after), {"before": ..., "after": ...} or one number for each task."""
     if not isinstance(scores, Mapping):
-        return []
-    if set(scores) <= {"before", "after", "start", "end"} and scores:
+        return {}
+    if scores.keys() == {"before", "after"}:
         scores = {"score": scores}
-    out = []
-    for task, value in scores.items():
-        if isinstance(value, Mapping):
-            out.append((str(task), (value.get("before", value.get("start")), value.get("after", value.get("end")))))
-        elif isinstance(value, (list, tuple)) and len(value) == 2:
-            out.append((str(task), (value[0], value[1])))
-        elif isinstance(value, (int, float)):
-            out.append((str(task), (None, value)))
-    return out
-
-
-def _card(run: Any) -> str:
-    if run.card is None:
-        return "<p class='note'>This run has no card.</p>"
-    what = "<p class='found'>What a comparison with this run must state.</p>"
-    shut = run.card._repr_html_().replace("<details open>", "<details>")
-    return f"<section><h2>Run card</h2>{what}{shut}</section>"
-
-
-def _footer(run: Any) -> str:
-    return (
-        f"<footer>Made by moekit from <code>{html.escape(run.folder.name)}/metrics.jsonl</code> and its arrays. "
-        "Rows are counted where they enter the experts' matrix multiplication. Read the run again: "
-        "<code>moekit.open_run(...)</code>.</footer>"
-    )
-
-
-def _frame(title: str, body: str) -> str:
-    style = Path(__file__).with_name("report.css").read_text()
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{html.escape(title)} · moekit report</title>"
-        f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{style}</style></head>"
-        f"<body>{body}</body></html>"
-    )
+    pair = lambda v: (v.get("before"), v.get("after")) if isinstance(v, Mapping) else (
+        tuple(v) if isinstance(v, (list, tuple)) else (None, v))  # fmt: skip
+    return {str(task): pair(value) for task, value in scores.items()}

@@ -12,17 +12,18 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..data.batch import CLASSES, CONTEXT, PADDING, SUPERVISED, Batch
+from ..data.batch import CLASSES, CONTEXT, SUPERVISED, Batch
 from ..errors import DataError
-from .theme import CLASS, CLASS_MEANING, CLASS_TEXT, GRID, INK, MUTED, tint
+from .theme import CLASS, CLASS_MEANING, GRID, INK, MUTED, tint
 
-TAG = dict(zip(CLASSES, ("b", "span", "s", "i")))  # so that something is left where styles are stripped
-OPEN, CLOSE = ("⟦", "", "~", ""), ("⟧", "", "~", "")  # the same in plain text
-VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
+# Tag, sign in plain text, share of the colour in the background. Tags leave something where styles are stripped.
+LOOK = dict(zip(CLASSES, (("b", "⟦{}⟧", 0.36), ("span", "{}", 0.17), ("s", "~{}~", 0.2), ("i", "{}", 0.35))))
+VISIBLE = str.maketrans({"\n": "↵\n", "\t": "⇥\t", "\r": "␍"})
 TARGET_MEANING = {"supervised": "trained on", "context": "read, not trained on"}
 MEANING = {
     "predicts": "Colour of a token: what its position is for. A position predicts the next token of its document, so "
@@ -35,12 +36,10 @@ MEANING = {
 class Piece:
     """Neighbouring positions of one row with the same document and class."""
 
-    start: int
-    tokens: tuple[str, ...]
-    kind: int  # index into CLASSES
-    document: int  # segment, -1 = padding
-    parent: int  # segment whose prefix it shares, -1 = none
-    opens: str  # "": goes on; "start": the document begins here; "again": it goes on after another one
+    kind: str  # class
+    opens: str  # what is said before it: "" where the document goes on
+    title: str  # the same in words
+    tokens: tuple[tuple[str, str], ...]  # text, and position, id and target in words
 
 
 @dataclass(frozen=True)
@@ -51,65 +50,45 @@ class Shown:
         counts: positions of each class, over all chosen rows (also those that are not drawn).
         documents: documents in the chosen rows.
         misplaced: supervised positions whose label is not the next token of their document.
+        rows: row -> its pieces, of the drawn rows.
     """
 
     counts: dict[str, int]
     documents: int
     misplaced: int
-    mark: str
-    chosen: int
-    length: int
     rows: dict[int, tuple[Piece, ...]]
-    facts: dict[int, str]
-    hidden: dict[int, int]
-    ids: dict[int, np.ndarray]
-    labels: dict[int, np.ndarray]
-    warning: str = ""
-
-    def _headline(self) -> str:
-        drawn = (
-            f"{len(self.rows)} of {self.chosen} rows drawn" if len(self.rows) < self.chosen else f"{self.chosen} row"
-        )
-        drawn += "s" if drawn.endswith(" row") and self.chosen != 1 else ""
-        return f"{drawn} × {self.length} positions, {self.documents} document{'s' * (self.documents != 1)}"
-
-    def _meaning(self, name: str) -> str:
-        return TARGET_MEANING.get(name, CLASS_MEANING[name]) if self.mark == "target" else CLASS_MEANING[name]
-
-    def _share(self, name: str) -> str:
-        total = sum(self.counts.values())
-        return f"{self.counts[name]:,}" + (f" ({100 * self.counts[name] / total:.0f} %)" if total else "")
+    _heads: dict[int, str]
+    _hidden: dict[int, int]
+    _said: tuple[str, str, str]  # what was drawn, what the colours mean, a warning
+    _legend: dict[str, tuple[str, str]]  # class -> its share and its meaning
 
     def __repr__(self) -> str:
-        signs = dict(zip(CLASSES, ("⟦ ⟧", "plain", "~ ~", "padding×n")))
-        lines = [self._headline(), MEANING[self.mark]]
-        lines += [f"  {name:<11}{self._share(name):>16}  {signs[name]:<10} {self._meaning(name)}" for name in CLASSES]
-        if self.warning:
-            lines.append(f"WARNING: {self.warning}")
+        drawn, meaning, warning = self._said
+        lines = [drawn, meaning]
+        lines += [f"  {LOOK[n][1].format(n):<13}{share:>16}  {words}" for n, (share, words) in self._legend.items()]
+        lines += [f"WARNING: {warning}"] if warning else []
         for row, pieces in self.rows.items():
-            text = "".join(_plain(p) for p in pieces)
-            lines += [f"row {row}: {self.facts[row]}", *("  " + line for line in text.strip("\n").split("\n"))]
-            if self.hidden[row]:
-                lines.append(f"  ... {self.hidden[row]:,} more positions")
+            text = "".join(
+                (f"\n|{p.opens}| " if p.opens else "") + LOOK[p.kind][1].format("".join(t for t, _ in p.tokens))
+                if p.tokens else f"\n{p.title}\n" for p in pieces
+            )  # fmt: skip
+            lines += [f"row {row}: {self._heads[row]}", *("  " + line for line in text.strip("\n").split("\n"))]
+            lines += [f"  ... {self._hidden[row]:,} more positions"] if self._hidden[row] else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        drawn, meaning, warning = self._said
         legend = "".join(
-            f"<span class='k'><{TAG[n]} class='{n[0]}'>{n}</{TAG[n]}> <b class='n'>{self._share(n)}</b> "
-            f"{self._meaning(n)}</span>"
-            for n in CLASSES
+            f"<span class='k'><{LOOK[n][0]} class='{n[0]}'>{n}</{LOOK[n][0]}> <b class='n'>{share}</b> {words}</span>"
+            for n, (share, words) in self._legend.items()
         )
-        warning = f"<p class='w'>⚠ {html.escape(self.warning)}</p>" if self.warning else ""
-        rows = "".join(
-            f"<div class='r'><div class='h'>row {row} <span>{self.facts[row]}</span></div><div class='t'>"
-            + "".join(_markup(p, self.ids[row], self.labels[row]) for p in pieces)
-            + (f"<span class='e'>… {self.hidden[row]:,} more positions</span>" if self.hidden[row] else "")
-            + "</div></div>"
-            for row, pieces in self.rows.items()
-        )
-        what = f"<b class='n'>{self._headline()}.</b> {MEANING[self.mark]}"
-        head = f"{_STYLE}<p class='m'>{what}</p><div class='l'>{legend}</div>"
-        return f"<div class='moekit-show'>{head}{warning}{rows}</div>"
+        said = f"<p><b class='n'>{drawn}.</b> {meaning}</p><div class='l'>{legend}</div>"
+        said += f"<p class='w'>⚠ {html.escape(warning)}</p>" if warning else ""
+        for row, pieces in self.rows.items():
+            more = f"<span class='e'>… {self._hidden[row]:,} more positions</span>" if self._hidden[row] else ""
+            head = f"<div class='h'>row {row} <span>{self._heads[row]}</span></div>"
+            said += f"<div>{head}<div class='t'>{''.join(map(_markup, pieces))}{more}</div></div>"
+        return f"<div class='moekit-show'>{_STYLE}{said}</div>"
 
 
 def show(
@@ -153,34 +132,29 @@ def show(
     kinds_BT, segment_BT = batch.classes.numpy()[chosen], batch.segment.numpy()[chosen]
     ids_BT, labels_BT = batch.input_ids.numpy()[chosen], batch.labels.numpy()[chosen]
     parent_BT = batch.parent.numpy()[chosen]
-    counts = np.bincount(kinds_BT.reshape(-1), minlength=len(CLASSES))
-    after_BT = np.stack([_next(s) for s in segment_BT]) if chosen else np.zeros((0, batch.length), int)
+    after_BT = np.array([_next(s) for s in segment_BT], dtype=int).reshape(segment_BT.shape)
     labelled_BT = labels_BT != batch.ignore_index
     following_BT = np.take_along_axis(ids_BT, np.maximum(after_BT, 0), axis=1)
     misplaced_BT = labelled_BT & ((after_BT < 0) | (following_BT != labels_BT))
+    counts = dict(zip(CLASSES, np.bincount(kinds_BT.reshape(-1), minlength=len(CLASSES)).tolist()))
+    documents = sum(len(np.unique(s[s >= 0])) for s in segment_BT)
     text = _decoder(tokenizer)
-    drawn = range(min(len(chosen), max_rows))
-    pieces, facts, hidden = {}, {}, {}
-    for i in drawn:
-        row = chosen[i]
+    pieces, heads, hidden = {}, {}, {}
+    for i, row in enumerate(chosen[:max_rows]):
         kinds = kinds_BT[i] if mark == "predicts" else _targets(kinds_BT[i], labelled_BT[i], after_BT[i])
-        pieces[row] = _pieces(ids_BT[i], kinds, segment_BT[i], parent_BT[i], text, max_positions)
-        facts[row] = _facts(kinds_BT[i], segment_BT[i], parent_BT[i])
-        hidden[row] = max(0, int((segment_BT[i] >= 0).nonzero()[0].max(initial=-1)) + 1 - max_positions)
+        target = np.where(labelled_BT[i], labels_BT[i], -1)
+        pieces[row] = _pieces(ids_BT[i], target, kinds, segment_BT[i], parent_BT[i], text, max_positions)
+        heads[row] = _facts(kinds_BT[i], segment_BT[i], parent_BT[i])
+        hidden[row] = max(0, int(np.flatnonzero(segment_BT[i] >= 0).max(initial=-1)) + 1 - max_positions)
+    drawn = f"{len(pieces)} of {len(chosen)} rows drawn" if len(pieces) < len(chosen) else _many(len(chosen), "row")
+    whole = max(sum(counts.values()), 1)
+    meaning = CLASS_MEANING | (TARGET_MEANING if mark == "target" else {})
     return Shown(
-        counts={name: int(n) for name, n in zip(CLASSES, counts)},
-        documents=sum(len(np.unique(s[s >= 0])) for s in segment_BT),
-        misplaced=int(misplaced_BT.sum()),
-        mark=mark,
-        chosen=len(chosen),
-        length=batch.length,
-        rows=pieces,
-        facts=facts,
-        hidden=hidden,
-        ids={chosen[i]: ids_BT[i] for i in drawn},
-        labels={chosen[i]: np.where(labelled_BT[i], labels_BT[i], -1) for i in drawn},
-        warning=_warning(misplaced_BT, chosen),
-    )
+        counts, documents, int(misplaced_BT.sum()), pieces, heads, hidden,
+        (f"{drawn} × {batch.length} positions, {_many(documents, 'document')}", MEANING[mark],
+         _warning(misplaced_BT, chosen)),
+        {n: (f"{c:,} ({100 * c / whole:.0f} %)", meaning[n]) for n, c in counts.items()},
+    )  # fmt: skip
 
 
 def _next(segment: np.ndarray) -> np.ndarray:
@@ -200,32 +174,47 @@ def _targets(kinds: np.ndarray, labelled: np.ndarray, after: np.ndarray) -> np.n
 
 
 def _pieces(
-    ids: np.ndarray, kinds: np.ndarray, segment: np.ndarray, parent: np.ndarray, text: Callable[[int], str], most: int
+    ids: np.ndarray,
+    target: np.ndarray,
+    kinds: np.ndarray,
+    segment: np.ndarray,
+    parent: np.ndarray,
+    text: Callable[[int], str],
+    most: int,
 ) -> tuple[Piece, ...]:
     out: list[Piece] = []
     seen: set[int] = set()
-    cut = np.flatnonzero((np.diff(kinds) != 0) | (np.diff(segment) != 0)) + 1
-    for start, end in zip([0, *cut.tolist()], [*cut.tolist(), len(ids)]):
-        here = int(segment[start])
-        if kinds[start] == PADDING:
-            out.append(Piece(start, (f"padding ×{end - start}",), PADDING, -1, -1, ""))
+    last = -1
+    cut = (np.flatnonzero((np.diff(kinds) != 0) | (np.diff(segment) != 0)) + 1).tolist()
+    for start, end in zip([0, *cut], [*cut, len(ids)]):
+        here, above, kind = int(segment[start]), int(parent[start]), CLASSES[kinds[start]]
+        if kind == "padding":
+            out.append(Piece(kind, "", f"padding ×{end - start}", ()))
         elif start < most:
-            opens = "start" if here not in seen else "again" if out and out[-1].document != here else ""
-            tokens = tuple(text(int(i)) for i in ids[start : min(end, most)])
-            out.append(Piece(start, tokens, int(kinds[start]), here, int(parent[start]), opens))
+            opens = f"{here}" + (f" ↳ {above}" if above >= 0 else "") + (" …" if here in seen else "")
+            title = f"document {here}" + (f", continues the prompt of document {above}" if above >= 0 else "")
+            tokens = tuple(
+                (text(int(ids[t])), f"{t}: {ids[t]}" + (f" → {target[t]}" if target[t] >= 0 else ""))
+                for t in range(start, min(end, most))
+            )
+            out.append(Piece(kind, opens if here != last else "", title, tokens))
             seen.add(here)
+        last = here
     return tuple(out)
 
 
 def _facts(kinds: np.ndarray, segment: np.ndarray, parent: np.ndarray) -> str:
-    documents = np.unique(segment[segment >= 0])
-    parts = [f"{len(documents)} document{'s' * (len(documents) != 1)}"]
+    parts = [_many(len(np.unique(segment[segment >= 0])), "document")]
     parts += [f"{int((kinds == i).sum()):,} {name}" for i, name in enumerate(CLASSES) if (kinds == i).any()]
     children = np.unique(segment[parent >= 0])
     if len(children):
-        shared = sum(int((segment == p).sum()) for p in {int(parent[segment == c][0]) for c in children})
+        shared = int(np.isin(segment, parent[parent >= 0]).sum())
         parts.append(f"{len(children)} documents share {shared:,} prompt positions")
     return " · ".join(parts)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _warning(misplaced_BT: np.ndarray, chosen: list[int]) -> str:
@@ -241,62 +230,30 @@ def _warning(misplaced_BT: np.ndarray, chosen: list[int]) -> str:
 
 def _decoder(tokenizer: Any) -> Callable[[int], str]:
     """A function from id to the text that is drawn."""
-    known: dict[int, str] = {}
 
+    @cache
     def decode(i: int) -> str:
         if tokenizer is None:
             return f"{i} "
         if not hasattr(tokenizer, "decode"):
-            return str(tokenizer(i))
+            return str(tokenizer(i)).translate(VISIBLE)
         text = tokenizer.decode([i], skip_special_tokens=False)
         piece = tokenizer.convert_ids_to_tokens(i) if hasattr(tokenizer, "convert_ids_to_tokens") else None
         if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" "):
             text = " " + text  # sentencepiece drops the space of a token that stands alone
-        return text or f"⟨{i}⟩"
+        return (text or f"⟨{i}⟩").translate(VISIBLE)
 
-    def cached(i: int) -> str:
-        if i not in known:
-            known[i] = "".join(VISIBLE.get(c, c) for c in decode(i))
-        return known[i]
-
-    return cached
+    return decode
 
 
-def _plain(piece: Piece) -> str:
-    share = f" shares {piece.parent}" if piece.parent >= 0 else ""
-    if piece.kind == PADDING:
-        return f"\n{piece.tokens[0]}\n"
-    mark = {"": "", "start": f"\n|{piece.document}{share}| ", "again": f"\n|{piece.document}…| "}[piece.opens]
-    return mark + OPEN[piece.kind] + "".join(piece.tokens) + CLOSE[piece.kind]
-
-
-def _markup(piece: Piece, ids: np.ndarray, labels: np.ndarray) -> str:
-    name = CLASSES[piece.kind]
-    tag = TAG[name]
-    if piece.kind == PADDING:
-        return f"<{tag} class='p'>{piece.tokens[0]}</{tag}>"
-    mark = ""
-    if piece.opens:
-        share = f" ↳ {piece.parent}" if piece.parent >= 0 else ""
-        title = f"document {piece.document}" + (f", continues the prompt of document {piece.parent}" if share else "")
-        more = " …" if piece.opens == "again" else ""
-        kind = " c2" if share else ""
-        mark = f"<span class='d{kind}' title='{title}'>{piece.document}{share}{more}</span>"
-    tokens = []
-    for t, text in enumerate(piece.tokens, piece.start):
-        target = f" → {labels[t]}" if labels[t] >= 0 else ""
-        tokens.append(f"<span title='{t}: {ids[t]}{target}'>{html.escape(text)}</span>")
-    return f"{mark}<{tag} class='{name[0]}'>{''.join(tokens)}</{tag}>"
-
-
-def _class_css(name: str) -> str:
-    share = {"supervised": 0.36, "context": 0.17, "filtered": 0.2, "padding": 0.35}[name]
-    line = (
-        f"border-bottom:{2 if name == 'supervised' else 1}px solid {CLASS[name]}"
-        if name != "padding"
-        else f"color:{CLASS_TEXT[name]}"
-    )
-    return f".moekit-show .{name[0]}{{background:{tint(CLASS[name], share)};{line}}}"
+def _markup(piece: Piece) -> str:
+    tag, name = LOOK[piece.kind][0], piece.kind[0]
+    if not piece.tokens:
+        return f"<{tag} class='{name}'>{piece.title}</{tag}>"
+    child = " c2" if "↳" in piece.opens else ""
+    mark = f"<span class='d{child}' title='{piece.title}'>{piece.opens}</span>" if piece.opens else ""
+    tokens = "".join(f"<span title='{title}'>{html.escape(text)}</span>" for text, title in piece.tokens)
+    return f"{mark}<{tag} class='{name}'>{tokens}</{tag}>"
 
 
 _STYLE = (
@@ -318,6 +275,10 @@ _STYLE = (
     f".moekit-show .d{{font:600 11px/1 system-ui,sans-serif;color:#fff;background:{MUTED};border-radius:3px;"
     f"padding:2px 5px;margin:0 3px 0 5px;vertical-align:2px}}.moekit-show .c2{{background:{INK}}}"
     f".moekit-show .e{{color:{MUTED};font-family:system-ui,sans-serif}}"
-    + "".join(_class_css(name) for name in CLASSES)
+    + "".join(
+        f".moekit-show .{name[0]}{{background:{tint(CLASS[name], LOOK[name][2])};border-bottom:"
+        f"{2 if name == 'supervised' else 1}px solid {CLASS[name]}}}"
+        for name in CLASSES
+    )
     + f".moekit-show s{{text-decoration-color:{CLASS['filtered']}}}</style>"
 )

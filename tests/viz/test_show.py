@@ -112,8 +112,8 @@ def test_html_is_escaped_and_white_space_is_seen() -> None:
 
 def test_plain_text_says_the_same_without_colour_codes() -> None:
     text = repr(show(make(), Tokenizer()))
-    assert "|0| <b> a&b⟦ it is 42⟧</s>" in text and "|1| ~ x x~" in text and "|2 shares 0| ⟦ it 42⟧</s>" in text
-    assert re.search(r"supervised +7 \(35 %\)", text) and "\x1b" not in text
+    assert "|0| <b> a&b⟦ it is 42⟧</s>" in text and "|1| ~ x x~" in text and "|2 ↳ 0| ⟦ it 42⟧</s>" in text
+    assert re.search(r"supervised⟧? +7 \(35 %\)", text) and "\x1b" not in text
 
 
 def test_rows_are_chosen_and_limits_are_said() -> None:
