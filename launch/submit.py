@@ -218,9 +218,9 @@ def _typed_sources() -> dict[str, str]:
 def _describe(value: Any) -> Any:
     """`value` for config.json: configs as dictionaries, plain data as it is, anything else as a short repr."""
     with suppress(Exception):  # not plain data; its own code may raise anything
-        plain = value
+        plain: Any = value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            plain = value.to_dict() if hasattr(value, "to_dict") else dataclasses.asdict(value)
+            plain = plain.to_dict() if hasattr(plain, "to_dict") else dataclasses.asdict(plain)
         if len(json.dumps(plain)) <= 100_000:
             return plain
     return _SHORT.repr(value)

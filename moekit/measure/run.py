@@ -106,9 +106,9 @@ class Run:
             parts.append(pd.Series(summed.reshape(-1), index=index, name="rows"))
         if not parts:
             return pd.DataFrame(columns=[*by, "rows"])
-        table = pd.concat(parts)
+        table: pd.DataFrame = pd.concat(parts).to_frame()
         if len(parts) > 1 and not {"component", "pass"} <= set(by):
-            table = table.groupby(level=list(table.index.names)).sum()
+            table = pd.DataFrame(table.groupby(level=list(table.index.names)).sum())
         return table.reset_index().reindex(columns=[*by, "rows"])
 
     @cached_property
