@@ -103,13 +103,15 @@ class RunCard:
         return (
             f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
             "<meta name='viewport' content='width=device-width, initial-scale=1'></head>"
-            f"<body><h1>{title}</h1>{self._repr_html_()}</body></html>"
+            f"<body><h1>{title}</h1>{self._form(closed=('Environment', 'Definitions'))}</body></html>"
         )
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str:  # in a notebook: what came out is open, the rest a click away
+        return self._form(closed=tuple(title for title, _ in self._sections()[2:]))
+
+    def _form(self, closed: tuple[str, ...]) -> str:
         body = "".join(
-            f"<details{'' if title in ('Environment', 'Definitions') else ' open'}><summary><b>{title}</b></summary>"
-            f"{_html(values)}</details>"
+            f"<details{'' if title in closed else ' open'}><summary><b>{title}</b></summary>{_html(values)}</details>"
             for title, values in self._sections()
         )
         return f"<div class='moekit-card'><style>{_STYLE}</style>{body}</div>"

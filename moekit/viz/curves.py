@@ -95,9 +95,9 @@ def head(fig: go.Figure, index: int, metrics: Sequence[str], last: dict[str, flo
     for k, name in enumerate(metrics):
         words = "" if one else name.split("/", 1)[-1] if len(groups) == 1 else name
         text = f"{words}  {number(last[name])}".strip() if name in last else words
-        ink = CLASS_TEXT.get(name.split("/")[-1], SERIES[k % len(SERIES)] if k else INK)
+        ink = CLASS_TEXT.get(name.split("/")[-1], INK if one else SERIES[k % len(SERIES)])
         parts.append((f"<b>{text}</b>", ink, 16 if one else SIZE["label"], (at, 5)))
-        at += 7.6 * len(text) + 18
+        at += 8.4 * len(text) + 18
     for k, (text, ink, size, shift) in enumerate(parts):
         known = [n for n in fig.layout.annotations if n.name == f"{index}/{k}"]
         if known:

@@ -43,7 +43,7 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> go.Figur
     cut = np.arange(0, len(step), size)
     mean = {name: np.add.reduceat(v, cut) / np.diff(np.append(cut, len(step))) for name, v in rows.items()}
     total = {name: float(v.sum()) for name, v in rows.items() if v.any()}
-    subtitle = "Expert rows that entered the matrix multiplication, forward pass, all layers"
+    subtitle = "Expert rows of the forward pass, all layers"
     subtitle += f"; each bar is the mean of {size} steps" if size > 1 else ""
     many = len(cut) > 60
     fig = figure(title, subtitle, barmode="stack", bargap=0.0 if many else 0.12, margin={"r": 158})
