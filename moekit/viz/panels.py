@@ -7,7 +7,6 @@ and shows its own lines in its own output.
 
 from __future__ import annotations
 
-import html
 import threading
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..errors import DataError
 from .progress import INTERVAL_S, place
-from .theme import GRID, INK, MUTED
+from .theme import page
 
 LINES = 1000  # kept; older ones are dropped and counted
 
@@ -102,25 +101,12 @@ class LogPanel:
             self._handle.update(self._data(), raw=True)
 
     def _data(self) -> dict[str, str]:
-        return {"text/plain": self._text(), "text/html": self._html()}
+        html = page("panel.html.jinja", panel=self, text="\n".join(self._lines))
+        return {"text/plain": self._text(), "text/html": html}
 
     def _text(self) -> str:
         dropped = [f"... {self.dropped} earlier lines"] if self.dropped else []
         return "\n".join([self.title, *dropped, *self._lines])
-
-    def _html(self) -> str:
-        more = f" · {self.dropped} earlier lines dropped" if self.dropped else ""
-        box = f"border:1px solid {GRID};border-radius:6px;margin:4px 0;max-width:760px;color:{INK};background:#fff"
-        head = f"padding:4px 10px;border-bottom:1px solid {GRID};font-weight:600"
-        # column-reverse keeps the newest line in view without a script
-        scroll = f"display:flex;flex-direction:column-reverse;max-height:{1.4 * self.height:.1f}em;overflow:auto"
-        text = "margin:0;padding:4px 10px;line-height:1.4;white-space:pre-wrap;background:none;color:inherit"
-        title = f"{html.escape(self.title)}<span style='font-weight:400;color:{MUTED}'>{more}</span>"
-        lines = html.escape("\n".join(self._lines))
-        return (
-            f"<div style='{box}'><div style='{head}'>{title}</div>"
-            f"<div style='{scroll}'><pre style='{text}'>{lines}</pre></div></div>"
-        )
 
     def __repr__(self) -> str:
         with self._lock:

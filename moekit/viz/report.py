@@ -6,7 +6,6 @@ Figures are the static twins as SVG, with their numbers in a table under each; n
 from __future__ import annotations
 
 import base64
-import html
 import json
 from collections.abc import Mapping
 from datetime import datetime
@@ -14,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup
 
 from ..data.batch import CLASSES
 from ..errors import DataError
 from ..measure.card import losses, token_accounting
 from ..measure.files import write_atomic
 from ..measure.record import open_run
-from . import curves, denominators, masking, routing, static, tables
+from . import curves, denominators, masking, routing, static, tables, theme
 from .series import counts
-from .theme import CLASS, heading, need, number
+from .theme import need, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -35,13 +35,6 @@ SIDE_BY_SIDE = (
     "The same batch, the same weights: what each convention would have done. Conventions that divide by something "
     "else than the supervised tokens of the whole step change the length of the gradient, its direction, or both."
 )
-PAGE = """<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name} · moekit report</title>
-<meta name='viewport' content='width=device-width, initial-scale=1'><style>{style}</style></head><body>
-<header><h1>{name}<span class='state {state}'>{state}</span></h1><p class='by'>{facts}</p></header>
-<div class='tiles'>{tiles}</div><div class='columns'>{numbers}</div>{parts}
-<section><h2>Run card</h2><p class='found'>What a comparison with this run must state.</p>{card}</section>
-<footer>Made by moekit from <code>{name}/metrics.jsonl</code> and its arrays. Rows are counted where they enter the
-experts' matrix multiplication. Read the run again: <code>moekit.open_run(...)</code>.</footer></body></html>"""
 
 
 def write_report(
@@ -76,7 +69,7 @@ def write_report(
     if readings is None and (run.folder / READINGS).exists():
         readings = json.loads((run.folder / READINGS).read_text())
     sums, found = token_accounting(run.metrics), losses(run.metrics)
-    parts, missing = [], []
+    sections, missing = [], []
     for title, make in (
         ("Loss", lambda: _loss(run, found)),
         ("Routed work by class", lambda: _work(run, sums)),
@@ -87,43 +80,34 @@ def write_report(
         try:
             if readings or "denominators" not in title:
                 text, *figures = make()
-                parts.append(_section(title, text, figures, interactive, first=not parts))
+                sections.append(
+                    (title, text, [_figure(f, interactive, not sections and i == 0) for i, f in enumerate(figures)])
+                )
         except DataError as error:
             missing.append(str(error))
-    if missing:
-        parts.append(f"<p class='note'>Not shown: {html.escape('; '.join(missing))}.</p>")
     shut = run.card._repr_html_().replace("<details open>", "<details>") if run.card else "This run has no card."
-    page = PAGE.format(
-        name=html.escape(run.folder.name), style=Path(__file__).with_name("report.css").read_text(), state=run.state,
-        facts=html.escape(" · ".join(filter(None, _facts(card, sums)))), tiles=_tiles(sums, found, told),
-        numbers=_numbers(sums, found, told), parts="".join(parts), card=shut,
+    page = theme.page(
+        "report.html.jinja", run=run, facts=_facts(card, sums), tiles=_tiles(sums, found, told), short=_short,
+        sections=sections, missing=missing, card=Markup(shut), **_numbers(sums, found, told),
     )  # fmt: skip
     return write_atomic(run.folder / REPORT, page.encode())
 
 
-def _section(title: str, text: str, figures: list[go.Figure], interactive: bool, first: bool) -> str:
-    """A heading, what was found, and figures. With several figures each gets its own title as a smaller heading."""
-    parts = [f"<section><h2>{html.escape(title)}</h2><p class='found'>{text}</p>"]
-    for i, fig in enumerate(figures):
-        name, how = heading(fig)
-        numbers, words = tables.to_html(fig), " ".join(tables.text(fig, 4).split())
-        # the page says the title: away with it, and with the room for it
-        above = any(n.yref == "paper" and n.yanchor == "bottom" and n.y > 0.99 for n in fig.layout.annotations)
-        room = fig.layout.margin.t - (44 if above else 14)
-        fig.layout.title = None
-        fig.layout.margin.t -= room
-        fig.layout.height -= room
-        if interactive:  # the script goes in once
-            drawn = fig.to_html(full_html=False, include_plotlyjs=first and i == 0)
-        else:
-            data = base64.b64encode(static.render(fig, "svg")).decode()
-            drawn = f'<img alt="{html.escape(words)}" src="data:image/svg+xml;base64,{data}">'
-        parts.append(
-            f"{f'<h3>{html.escape(name)}</h3>' if len(figures) > 1 else ''}"
-            f"<figure>{drawn}<figcaption>{html.escape(how)}</figcaption></figure>"
-            f"<details><summary>the numbers</summary><div class='scroll'>{numbers}</div></details>"
-        )
-    return "".join(parts) + "</section>"
+def _figure(fig: go.Figure, interactive: bool, first: bool) -> tuple[str, str, Markup, Markup]:
+    """Title, how to read it, the figure without its title (which the page says) and the room for it, its numbers."""
+    title, how = theme.heading(fig)
+    numbers, words = tables.to_html(fig), " ".join(tables.text(fig, 4).split())
+    above = any(n.yref == "paper" and n.yanchor == "bottom" and n.y > 0.99 for n in fig.layout.annotations)
+    room = fig.layout.margin.t - (44 if above else 14)
+    fig.layout.title = None
+    fig.layout.margin.t -= room
+    fig.layout.height -= room
+    if interactive:  # the script goes in once
+        drawn = Markup(fig.to_html(full_html=False, include_plotlyjs=first))
+    else:
+        data = base64.b64encode(static.render(fig, "svg")).decode()
+        drawn = Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(words, data)
+    return title, how, drawn, Markup(numbers)
 
 
 def _loss(run: Any, found: dict[str, Any]) -> tuple[Any, ...]:
@@ -133,7 +117,7 @@ def _loss(run: Any, found: dict[str, Any]) -> tuple[Any, ...]:
     seen, loss = int(run.metrics[name].notna().sum()), found[name]
     panel = (name, "eval/sft") if "eval/sft" in found and name != "eval/sft" else name
     text = (
-        f"<code>{name}</code> went from {number(loss['first'])} to {number(loss['last'])} nats a token over {seen:,} "
+        f"{name} went from {number(loss['first'])} to {number(loss['last'])} nats a token over {seen:,} "
         f"steps; the smallest was {number(loss['smallest'])}."
     )
     return text, curves.curves(run, panel, title="Loss", smooth=max(1, min(seen // 12, 50)))
@@ -142,7 +126,7 @@ def _loss(run: Any, found: dict[str, Any]) -> tuple[Any, ...]:
 def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
     cost, rows = masking.per_supervised(run), sums["routed rows"]
     parts = ", ".join(f"{number(cost[f'rows/{c}'])} {c}" for c in CLASSES if cost[f"rows/{c}"])
-    text = f"One supervised token took <b>{number(cost['rows'])} routed rows</b>: {parts}."
+    text = f"One supervised token took {number(cost['rows'])} routed rows: {parts}."
     if rows.get("elided"):
         text += f" Another {rows['elided']:,} rows were elided: they were proved not to reach the loss."
     if rows.get("dropped"):
@@ -165,7 +149,7 @@ def _load(run: Any) -> tuple[Any, ...]:
             )
             figures.append(routing.load_heatmap(run, scope=scope))
     text = "; ".join(words)
-    return html.escape(f"{text[:1].upper()}{text[1:]} ({when})."), *figures
+    return f"{text[:1].upper()}{text[1:]} ({when}).", *figures
 
 
 def _facts(card: dict[str, Any], sums: dict[str, Any]) -> list[str]:
@@ -181,8 +165,9 @@ def _facts(card: dict[str, Any], sums: dict[str, Any]) -> list[str]:
     ]
 
 
-def _tiles(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> str:
-    tiles = []  # what, value before (if any), value, what more there is to say
+def _tiles(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> list[tuple[Any, ...]]:
+    """What, value before (if any), value, what more there is to say."""
+    tiles = []
     loss = found.get("loss/sft") or found.get("loss/total")
     if loss:
         tiles.append(("loss", loss["first"], loss["last"], "nats a token, first and last step"))
@@ -197,46 +182,30 @@ def _tiles(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> str:
     if per:
         share = f"{100 * rows.get('supervised', 0) / rows['dispatched']:.0f} % of rows are supervised"
         tiles.append(("rows / supervised token", None, per, share))
-    short = lambda value: f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)
-    come = lambda before: "" if before is None else f"<span class='from'>{short(before)} → </span>"
-    return "".join(
-        f"<div class='tile'><div class='what'>{html.escape(what)}</div><div class='value'>{come(before)}{short(value)}"
-        f"</div><div class='more'>{more}</div></div>"
-        for what, before, value, more in tiles
-    )
+    return tiles
 
 
-def _numbers(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> str:
-    """Two columns of small tables."""
-    rates = [(k, f"{v:,.1f}") for k, v in sums.get("rates over the run", {}).items()]
-    change = [(n, f"{number(v['first'])} → {number(v['last'])}") for n, v in found.items()]
-    scores = [(t, number(after) if before is None else f"{number(before)} → {number(after)}")
-              for t, (before, after) in told.items()]  # fmt: skip
-    left = _table("Rates over the run", rates) + _table("Losses, first → last step", change)
+def _short(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)
+
+
+def _numbers(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> dict[str, list[tuple[str, ...]]]:
+    """Rows of the small tables."""
     positions, routed, per = sums["positions"], sums["routed rows"], sums["per supervised token"]
     rows = [(c, f"{positions[c]:,}", f"{routed.get(c, 0):,}", number(per[f"rows of {c} positions"])) for c in CLASSES]
     rows.append(
         ("total", f"{positions['total']:,}", f"{routed.get('dispatched', 0):,}", number(per["rows dispatched"]))
     )
-    right = _table("Positions and forward rows", rows, ("class", "positions", "routed rows", "rows / sup."))
-    other = [(n, f"{routed[n]:,}") for n in ("elided", "dropped", "shared", "backward") if n in routed]
-    other += [("skipped steps", f"{sums['skipped steps']:,}")] if "skipped steps" in sums else []
-    return (
-        f"<div>{left}{_table('Scores, before → after', scores)}</div>"
-        f"<div>{right}{_table('Other rows, and steps', other)}</div>"
-    )
-
-
-def _table(caption: str, rows: list[tuple[str, ...]], head: tuple[str, ...] = ()) -> str:
-    if not rows:
-        return ""
-    line = lambda cells, tag: f"<tr>{''.join(f'<{tag}>{html.escape(c)}</{tag}>' for c in cells)}</tr>"
-    top = f"<thead>{line(head, 'th')}</thead>" if head else ""
-    body = "".join(line(row, "td") for row in rows)
-    for name in CLASSES if head else ():
-        swatch = f"<span class='swatch' style='background:{CLASS[name]}'></span>"
-        body = body.replace(f"<td>{name}</td>", f"<td>{swatch}{name}</td>")
-    return f"<table class=numbers><caption>{html.escape(caption)}</caption>{top}<tbody>{body}</tbody></table>"
+    other = {n: routed[n] for n in ("elided", "dropped", "shared", "backward") if n in routed}
+    other |= {"skipped steps": sums["skipped steps"]} if "skipped steps" in sums else {}
+    change = lambda before, after: (f"{number(before)} → " if before is not None else "") + number(after)
+    return {
+        "rates": [(k, f"{v:,.1f}") for k, v in sums.get("rates over the run", {}).items()],
+        "change": [(n, change(v["first"], v["last"])) for n, v in found.items()],
+        "scores": [(task, change(*pair)) for task, pair in told.items()],
+        "classes": rows,
+        "other": [(n, f"{count:,}") for n, count in other.items()],
+    }
 
 
 def _scores(scores: Any) -> Scores:

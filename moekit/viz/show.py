@@ -9,7 +9,6 @@ last token of a document is not. `mark="target"` colours the tokens that the los
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +18,9 @@ import numpy as np
 
 from ..data.batch import CLASSES, CONTEXT, SUPERVISED, Batch
 from ..errors import DataError
-from .theme import CLASS, CLASS_MEANING, GRID, INK, MUTED, tint
+from .theme import CLASS_MEANING, page
 
-# Tag, sign in plain text, share of the colour in the background. Tags leave something where styles are stripped.
-LOOK = dict(zip(CLASSES, (("b", "⟦{}⟧", 0.36), ("span", "{}", 0.17), ("s", "~{}~", 0.2), ("i", "{}", 0.35))))
+SIGN = dict(zip(CLASSES, ("⟦{}⟧", "{}", "~{}~", "{}")))  # of the classes in plain text
 VISIBLE = str.maketrans({"\n": "↵\n", "\t": "⇥\t", "\r": "␍"})
 TARGET_MEANING = {"supervised": "trained on", "context": "read, not trained on"}
 MEANING = {
@@ -43,6 +41,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A drawn row: its pieces, what there is to say about it, and how many positions are not drawn."""
+
+    pieces: tuple[Piece, ...]
+    facts: str
+    hidden: int
+
+
+@dataclass(frozen=True)
 class Shown:
     """A drawn batch: HTML in a notebook, text elsewhere.
 
@@ -50,45 +57,32 @@ class Shown:
         counts: positions of each class, over all chosen rows (also those that are not drawn).
         documents: documents in the chosen rows.
         misplaced: supervised positions whose label is not the next token of their document.
-        rows: row -> its pieces, of the drawn rows.
+        rows: the drawn rows.
+        drawn, meaning, warning: what is said above them.
+        legend: class -> its share and its meaning.
     """
 
     counts: dict[str, int]
     documents: int
     misplaced: int
-    rows: dict[int, tuple[Piece, ...]]
-    _heads: dict[int, str]
-    _hidden: dict[int, int]
-    _said: tuple[str, str, str]  # what was drawn, what the colours mean, a warning
-    _legend: dict[str, tuple[str, str]]  # class -> its share and its meaning
+    rows: dict[int, Row]
+    drawn: str
+    meaning: str
+    warning: str
+    legend: dict[str, tuple[str, str]]
 
     def __repr__(self) -> str:
-        drawn, meaning, warning = self._said
-        lines = [drawn, meaning]
-        lines += [f"  {LOOK[n][1].format(n):<13}{share:>16}  {words}" for n, (share, words) in self._legend.items()]
-        lines += [f"WARNING: {warning}"] if warning else []
-        for row, pieces in self.rows.items():
-            text = "".join(
-                (f"\n|{p.opens}| " if p.opens else "") + LOOK[p.kind][1].format("".join(t for t, _ in p.tokens))
-                if p.tokens else f"\n{p.title}\n" for p in pieces
-            )  # fmt: skip
-            lines += [f"row {row}: {self._heads[row]}", *("  " + line for line in text.strip("\n").split("\n"))]
-            lines += [f"  ... {self._hidden[row]:,} more positions"] if self._hidden[row] else []
+        lines = [self.drawn, self.meaning]
+        lines += [f"  {SIGN[n].format(n):<13}{share:>16}  {words}" for n, (share, words) in self.legend.items()]
+        lines += [f"WARNING: {self.warning}"] if self.warning else []
+        for number, row in self.rows.items():
+            text = "".join(map(_plain, row.pieces)).strip("\n").split("\n")
+            lines += [f"row {number}: {row.facts}", *("  " + line for line in text)]
+            lines += [f"  ... {row.hidden:,} more positions"] if row.hidden else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        drawn, meaning, warning = self._said
-        legend = "".join(
-            f"<span class='k'><{LOOK[n][0]} class='{n[0]}'>{n}</{LOOK[n][0]}> <b class='n'>{share}</b> {words}</span>"
-            for n, (share, words) in self._legend.items()
-        )
-        said = f"<p><b class='n'>{drawn}.</b> {meaning}</p><div class='l'>{legend}</div>"
-        said += f"<p class='w'>⚠ {html.escape(warning)}</p>" if warning else ""
-        for row, pieces in self.rows.items():
-            more = f"<span class='e'>… {self._hidden[row]:,} more positions</span>" if self._hidden[row] else ""
-            head = f"<div class='h'>row {row} <span>{self._heads[row]}</span></div>"
-            said += f"<div>{head}<div class='t'>{''.join(map(_markup, pieces))}{more}</div></div>"
-        return f"<div class='moekit-show'>{_STYLE}{said}</div>"
+        return page("show.html.jinja", shown=self)
 
 
 def show(
@@ -139,22 +133,26 @@ def show(
     counts = dict(zip(CLASSES, np.bincount(kinds_BT.reshape(-1), minlength=len(CLASSES)).tolist()))
     documents = sum(len(np.unique(s[s >= 0])) for s in segment_BT)
     text = _decoder(tokenizer)
-    pieces, heads, hidden = {}, {}, {}
+    drawn = {}
     for i, row in enumerate(chosen[:max_rows]):
         kinds = kinds_BT[i] if mark == "predicts" else _targets(kinds_BT[i], labelled_BT[i], after_BT[i])
         target = np.where(labelled_BT[i], labels_BT[i], -1)
-        pieces[row] = _pieces(ids_BT[i], target, kinds, segment_BT[i], parent_BT[i], text, max_positions)
-        heads[row] = _facts(kinds_BT[i], segment_BT[i], parent_BT[i])
-        hidden[row] = max(0, int(np.flatnonzero(segment_BT[i] >= 0).max(initial=-1)) + 1 - max_positions)
-    drawn = f"{len(pieces)} of {len(chosen)} rows drawn" if len(pieces) < len(chosen) else _many(len(chosen), "row")
+        pieces = _pieces(ids_BT[i], target, kinds, segment_BT[i], parent_BT[i], text, max_positions)
+        real = int(np.flatnonzero(segment_BT[i] >= 0).max(initial=-1)) + 1
+        drawn[row] = Row(pieces, _facts(kinds_BT[i], segment_BT[i], parent_BT[i]), max(0, real - max_positions))
+    part = f"{len(drawn)} of {len(chosen)} rows drawn" if len(drawn) < len(chosen) else _many(len(chosen), "row")
     whole = max(sum(counts.values()), 1)
     meaning = CLASS_MEANING | (TARGET_MEANING if mark == "target" else {})
     return Shown(
-        counts, documents, int(misplaced_BT.sum()), pieces, heads, hidden,
-        (f"{drawn} × {batch.length} positions, {_many(documents, 'document')}", MEANING[mark],
-         _warning(misplaced_BT, chosen)),
+        counts,
+        documents,
+        int(misplaced_BT.sum()),
+        drawn,
+        f"{part} × {batch.length} positions, {_many(documents, 'document')}",
+        MEANING[mark],
+        _warning(misplaced_BT, chosen),
         {n: (f"{c:,} ({100 * c / whole:.0f} %)", meaning[n]) for n, c in counts.items()},
-    )  # fmt: skip
+    )
 
 
 def _next(segment: np.ndarray) -> np.ndarray:
@@ -246,39 +244,7 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
     return decode
 
 
-def _markup(piece: Piece) -> str:
-    tag, name = LOOK[piece.kind][0], piece.kind[0]
-    if not piece.tokens:
-        return f"<{tag} class='{name}'>{piece.title}</{tag}>"
-    child = " c2" if "↳" in piece.opens else ""
-    mark = f"<span class='d{child}' title='{piece.title}'>{piece.opens}</span>" if piece.opens else ""
-    tokens = "".join(f"<span title='{title}'>{html.escape(text)}</span>" for text, title in piece.tokens)
-    return f"{mark}<{tag} class='{name}'>{tokens}</{tag}>"
-
-
-_STYLE = (
-    "<style>"
-    f".moekit-show{{font:13px/1.45 system-ui,-apple-system,'Segoe UI',sans-serif;color:{INK};background:#fff;"
-    f"max-width:960px;padding:10px 14px;border:1px solid {GRID};border-radius:8px}}"
-    ".moekit-show p{margin:0 0 8px;max-width:80ch}.moekit-show .n{font-weight:600}"
-    ".moekit-show .l{display:grid;grid-template-columns:repeat(auto-fit,minmax(400px,1fr));gap:2px 24px;"
-    f"margin-bottom:10px;color:{MUTED}}}.moekit-show .k .n{{color:{INK};font-variant-numeric:tabular-nums}}"
-    f".moekit-show .w{{background:#FFF4E5;border-left:4px solid #D55E00;padding:6px 10px;color:{INK}}}"
-    f".moekit-show .h{{font-weight:600;padding-top:8px;border-top:1px solid {GRID}}}"
-    f".moekit-show .h span{{font-weight:400;color:{MUTED};margin-left:8px}}"
-    ".moekit-show .t{font:13px/1.9 ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospace;"
-    "white-space:pre-wrap;overflow-wrap:anywhere;padding:4px 0 10px}"
-    ".moekit-show b,.moekit-show i{font-weight:normal;font-style:normal}"
-    f".moekit-show .k>*:first-child,.moekit-show .p{{padding:1px 5px;border-radius:2px;color:{INK}}}"
-    ".moekit-show .t b>span+span,.moekit-show .t s>span+span,.moekit-show .t>.c>span+span"
-    "{box-shadow:-1px 0 0 #fff}"
-    f".moekit-show .d{{font:600 11px/1 system-ui,sans-serif;color:#fff;background:{MUTED};border-radius:3px;"
-    f"padding:2px 5px;margin:0 3px 0 5px;vertical-align:2px}}.moekit-show .c2{{background:{INK}}}"
-    f".moekit-show .e{{color:{MUTED};font-family:system-ui,sans-serif}}"
-    + "".join(
-        f".moekit-show .{name[0]}{{background:{tint(CLASS[name], LOOK[name][2])};border-bottom:"
-        f"{2 if name == 'supervised' else 1}px solid {CLASS[name]}}}"
-        for name in CLASSES
-    )
-    + f".moekit-show s{{text-decoration-color:{CLASS['filtered']}}}</style>"
-)
+def _plain(piece: Piece) -> str:
+    mark = f"\n|{piece.opens}| " if piece.opens else ""
+    text = "".join(text for text, _ in piece.tokens)
+    return mark + SIGN[piece.kind].format(text) if piece.tokens else f"\n{piece.title}\n"

@@ -20,6 +20,8 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,6 +142,19 @@ def names_axis(names: Sequence[str]) -> dict[str, Any]:
     """Settings of a y axis that lists names from the top, in the order given."""
     order = {"type": "category", "autorange": "reversed", "categoryarray": list(names), "categoryorder": "array"}
     return {**order, "showgrid": False, "tickfont": {"size": SIZE["label"], "color": INK}}
+
+
+def page(name: str, **values: Any) -> str:
+    """One of the HTML templates beside this file, filled in; what is not `Markup` is escaped."""
+    colours = {"INK": INK, "MUTED": MUTED, "GRID": GRID, "CLASS": CLASS, "CLASS_TEXT": CLASS_TEXT, "tint": tint}
+    return _templates().get_template(name).render(colours, **values)
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, FileSystemLoader
+
+    return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 
 
 def tint(colour: str, share: float) -> str:

@@ -121,4 +121,4 @@ def test_a_panel_keeps_the_newest_lines_and_says_how_many_went() -> None:
     assert panel.lines == ["<line> 2", "<line> 3", "<line> 4"] and panel.dropped == 2
     panel.close()
     assert panel.lines[-1] == "not ended"
-    assert "2 earlier lines" in repr(panel) and "&lt;line&gt; 4" in panel._html()
+    assert "2 earlier lines" in repr(panel) and "&lt;line&gt; 4" in panel._data()["text/html"]

@@ -83,7 +83,7 @@ def test_the_page_stands_alone_and_has_the_numbers(tmp_path: Path) -> None:
         "my <b>run",
         "SFT · from tiny · 2 processes · 5 steps",
         "loss/sft went from 3 to 1 nats a token over 5 steps",
-        "One supervised token took 12 routed rows : 4 supervised, 8 context. Another 40 rows were elided",
+        "One supervised token took 12 routed rows: 4 supervised, 8 context. Another 40 rows were elided",
         "expert 0 of layer 0 with 1.33 times its balanced share, and no expert",  # 20 of 60 rows, 4 experts
         "expert 0 of layer 0 with 2.00 times its balanced share, and 1 expert received no row",  # 10 of 20
         "held-out 0.125 → 0.75",
