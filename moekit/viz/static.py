@@ -12,7 +12,6 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError
-from . import static_traces
 from .static_panel import DASH, PX, Panel, clean, font, rgba
 from .theme import HEIGHT, INK, MARGIN, MUTED, PAPER, SERIES, SIZE, WIDTH, heading, need
 
@@ -86,15 +85,16 @@ class _Page:
         for index, trace in enumerate(t for t in self.fig.data if t.visible in (None, True)):
             panel = self.panel(trace.xaxis or "x", trace.yaxis or "y")
             if trace.type == "heatmap":
-                mesh = static_traces.heatmap(panel, trace)
-                if trace.showscale is not False:
-                    self.colour_bar(mesh, trace.colorbar, panel)
+                self.colour_bar(panel.heatmap(trace), trace.colorbar, panel)
+            elif trace.type == "bar":
+                panel.bar(trace, SERIES[index % len(SERIES)], self.layout)
             else:
-                getattr(static_traces, trace.type)(panel, trace, SERIES[index % len(SERIES)], self.layout)
+                panel.scatter(trace, SERIES[index % len(SERIES)])
         for panel in self.panels.values():
             panel.finish()
         for shape in self.layout.shapes:
-            self.line(shape)
+            if shape.type == "line":
+                self.line(shape)
         for note in self.layout.annotations:
             if note.text:
                 self.note(note)
@@ -112,58 +112,48 @@ class _Page:
             (left, bottom), (right, top) = self.paper.transform([(x0, y0), (x1, y1)])
             ax = self.figure.add_axes((left, bottom, right - left, top - bottom), facecolor="none")
             traces = [t for t in self.fig.data if (t.xaxis or "x", t.yaxis or "y") == (x, y)]
-            self.panels[x, y] = Panel(ax, xaxis, yaxis, traces, self.layout.template.layout)
+            self.panels[x, y] = Panel(ax, {"x": xaxis, "y": yaxis}, traces, self.layout.template.layout)
         return self.panels[x, y]
 
-    def where(self, xref: str, yref: str) -> Any:
-        """From the coordinates of a shape or an annotation to the picture: paper, an axis, or an axis's domain."""
+    def place(self, refs: tuple[str, str], values: list[Any], exponent: bool) -> tuple[list[Any], Any]:
+        """Coordinates as numbers, x and y in turn, and the way from them to the picture: paper, an axis, or its domain.
+
+        On a logarithmic axis plotly's annotations give the exponent, its shapes the value.
+        """
         from matplotlib.transforms import blended_transform_factory
 
-        parts = []
-        for ref in (xref, yref):
+        ways, values = [], list(values)
+        for side, ref in enumerate(refs):
             name, _, domain = ref.partition(" ")
-            ax = next((p.ax for pair, p in self.panels.items() if name in pair), None)
-            parts.append(
-                self.paper + self.figure.transFigure if ax is None else ax.transAxes if domain else ax.transData
-            )
-        return blended_transform_factory(*parts)
-
-    def values(self, ref: str, values: list[Any], exponent: bool = False) -> list[float]:
-        """Coordinates as numbers. On a logarithmic axis annotations give the exponent, shapes the value."""
-        panel = next((p for pair, p in self.panels.items() if ref in pair), None)
-        if panel is None:
-            return values
-        found = panel.values(ref[0], values)
-        return (10.0**found if exponent and panel.axis(ref[0]).type == "log" else found).tolist()
+            panel = next((p for pair, p in self.panels.items() if name in pair), None)
+            if panel is None or domain:
+                ways.append(panel.ax.transAxes if panel else self.paper + self.figure.transFigure)
+                continue
+            found = panel.values(name[0], values[side::2])
+            values[side::2] = 10.0**found if exponent and panel.axis[name[0]].type == "log" else found
+            ways.append(panel.ax.transData)
+        return values, blended_transform_factory(*ways)
 
     def line(self, shape: Any) -> None:
         """A shape that is a line."""
         from matplotlib.lines import Line2D
 
-        if shape.type != "line":
-            return
-        xref, yref = shape.xref or "x", shape.yref or "y"
-        drawn = Line2D(
-            self.values(xref, [shape.x0, shape.x1]), self.values(yref, [shape.y0, shape.y1]),
-            color=rgba(shape.line.color or MUTED), linewidth=(shape.line.width or 1) * PX,
-            linestyle=DASH.get(shape.line.dash, "-"), zorder=-1 if shape.layer == "below" else 3,
-        )  # fmt: skip
-        drawn.set_transform(self.where(xref, yref))
-        self.figure.add_artist(drawn)
+        ends = [shape.x0, shape.y0, shape.x1, shape.y1]
+        ends, way = self.place((shape.xref or "x", shape.yref or "y"), ends, exponent=False)
+        look = {"color": rgba(shape.line.color or MUTED), "linestyle": DASH.get(shape.line.dash, "-")}
+        look |= {"linewidth": (shape.line.width or 1) * PX, "zorder": -1 if shape.layer == "below" else 3}
+        self.figure.add_artist(Line2D(ends[::2], ends[1::2], transform=way, **look))
 
     def note(self, note: Any) -> None:
         """An annotation without its arrow."""
         from matplotlib.transforms import ScaledTranslation
 
-        xref, yref = note.xref or "x", note.yref or "y"
-        (x,), (y,) = self.values(xref, [note.x], True), self.values(yref, [note.y], True)
+        (x, y), way = self.place((note.xref or "x", note.yref or "y"), [note.x, note.y], exponent=True)
         shift = ScaledTranslation((note.xshift or 0) / 96, (note.yshift or 0) / 96, self.figure.dpi_scale_trans)
         text, bold = clean(note.text)
-        self.figure.text(
-            x, y, text, transform=self.where(xref, yref) + shift, ha=note.xanchor or "center",
-            va=LEVEL.get(note.yanchor, "center"), multialignment=note.align or "left", linespacing=1.25,
-            color=rgba(note.font.color or INK), fontproperties=font(note.font.size or SIZE["tick"], bold),
-        )  # fmt: skip
+        look = {"color": note.font.color or INK, "fontproperties": font(note.font.size or SIZE["tick"], bold)}
+        look |= {"ha": note.xanchor or "center", "va": LEVEL.get(note.yanchor, "center"), "linespacing": 1.25}
+        self.figure.text(x, y, text, transform=way + shift, multialignment=note.align or "left", **look)
 
     def title(self) -> None:
         """Title and subtitle, flush with the left edge of the plot."""

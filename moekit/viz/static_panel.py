@@ -1,4 +1,4 @@
-"""The static twin, one pair of axes: categories, ranges and ticks by plotly's habits; small conversions."""
+"""The static twin, one pair of axes: its traces, and categories, ranges and ticks by plotly's habits."""
 
 from __future__ import annotations
 
@@ -9,52 +9,108 @@ from typing import Any
 
 import numpy as np
 
-from .theme import FONTS, GRID, INK, MUTED, PAPER, RULE, SIZE, number
+from .theme import DIVERGING, FONTS, GRID, INK, MUTED, PAPER, RULE, SIZE, number
 
 PX = 0.75  # points in a pixel at 96 pixels to the inch
 DASH = {"dash": (0, (5, 3)), "dot": (0, (1, 2)), "dashdot": (0, (5, 2, 1, 2))}
+MARKER = {"square": "s", "diamond": "D", "cross": "P", "x": "x", "triangle-up": "^"}
 
 
 class Panel:
     """One pair of axes: its matplotlib axes, its plotly axes and traces, and the order of its categories."""
 
-    def __init__(self, ax: Any, x: Any, y: Any, traces: list[Any], defaults: Any):
-        self.ax, self.x, self.y, self.traces, self.defaults = ax, x, y, traces, defaults
+    def __init__(self, ax: Any, axis: dict[str, Any], traces: list[Any], defaults: Any):
+        self.ax, self.axis, self.traces, self.defaults = ax, axis, traces, defaults
         self.stack: dict[Any, float] = {}  # how high the stacked bars are so far
         self.whole = {"x": True, "y": True}  # whether all numbers of an axis are whole: then no tick at 2.5
-        self.categories: dict[str, dict[str, int]] = {
-            name: {str(v): i for i, v in enumerate(() if axis.categoryarray is None else axis.categoryarray)}
-            for name, axis in (("x", x), ("y", y))
-        }
-        if x.type == "log":
-            ax.set_xscale("log", nonpositive="mask")
-        if y.type == "log":
-            ax.set_yscale("log", nonpositive="clip")
-
-    def axis(self, name: str) -> Any:
-        """The plotly axis "x" or "y"."""
-        return self.x if name == "x" else self.y
-
-    def setting(self, name: str, key: str) -> Any:
-        """A setting of an axis, or of the template's axis where the figure leaves it open."""
-        own = getattr(self.axis(name), key)
-        return own if own is not None else getattr(self.defaults[f"{name}axis"], key)
+        order = {name: () if a.categoryarray is None else a.categoryarray for name, a in axis.items()}
+        self.categories = {name: {str(v): i for i, v in enumerate(values)} for name, values in order.items()}
+        ax.set(**{f"{name}scale": "log" for name, a in axis.items() if a.type == "log"})
 
     def values(self, name: str, data: Any) -> np.ndarray:
         """Numbers of an axis: numeric data as they are, words as their place in order of appearance."""
         data = list(data)
-        if self.axis(name).type == "category" or any(isinstance(v, str) for v in data):
+        if self.axis[name].type == "category" or any(isinstance(v, str) for v in data):
             known = self.categories[name]
             return np.array([known.setdefault(str(v), len(known)) for v in data], dtype=float)
-        found = np.array([np.nan if v is None else v for v in data], dtype=float)
+        found = np.array(data, dtype=float)
         self.whole[name] &= not (found[np.isfinite(found)] % 1).any()
         return found
+
+    def points(self, trace: Any) -> dict[str, np.ndarray]:
+        """x and y of a trace; where one is missing, 0, 1, 2, ..."""
+        known = {name: self.values(name, trace[name]) for name in "xy" if trace[name] is not None}
+        count = max(map(len, known.values()), default=0)
+        return {name: known.get(name, np.arange(count, dtype=float)) for name in "xy"}
+
+    def scatter(self, trace: Any, colour: str) -> None:
+        """Lines and markers."""
+        at, mode, marker = self.points(trace), trace.mode or "lines+markers", trace.marker
+        line = trace.line.color or (marker.color if isinstance(marker.color, str) else None) or colour
+        look = {"alpha": trace.opacity, "clip_on": "markers" not in mode}
+        if "lines" in mode:
+            width = 2.0 if trace.line.width is None else trace.line.width
+            look |= {"linewidth": width * PX, "linestyle": DASH.get(trace.line.dash, "-"), "solid_joinstyle": "round"}
+            self.ax.plot(at["x"], at["y"], color=rgba(line), label=trace.name, **look)
+        if "markers" in mode:
+            fill = rgba(line if marker.color is None else marker.color)
+            look = {"s": ((marker.size or 6) * PX) ** 2, "marker": MARKER.get(marker.symbol, "o"), "zorder": 3}
+            name = None if "lines" in mode else trace.name
+            self.ax.scatter(at["x"], at["y"], c=fill, label=name, alpha=trace.opacity, clip_on=False, **look)
+
+    def bar(self, trace: Any, colour: str, layout: Any) -> None:
+        """Bars: grouped, stacked or over each other, standing or lying."""
+        at, mode = self.points(trace), layout.barmode or "group"
+        place, size = (at["y"], at["x"]) if trace.orientation == "h" else (at["x"], at["y"])
+        step = np.diff(np.unique(place)).min(initial=np.inf)
+        width = (1 - (0.2 if layout.bargap is None else layout.bargap)) * (step if np.isfinite(step) else 1.0)
+        same = [t for t in self.traces if t.type == "bar"]
+        if mode == "group":
+            width /= len(same)
+            place = place + (next(i for i, t in enumerate(same) if t is trace) - (len(same) - 1) / 2) * width
+        base = 0.0 if trace.base is None else trace.base
+        if trace.base is None and mode in ("stack", "relative"):
+            keys = [(float(p), bool(s < 0)) for p, s in zip(place, size)]
+            base = np.array([self.stack.get(key, 0.0) for key in keys])
+            self.stack.update({key: b + np.nan_to_num(s) for key, b, s in zip(keys, base, size)})
+        fill, edge = rgba(trace.marker.color or colour), trace.marker.line.width
+        look = {"color": fill, "alpha": trace.opacity, "label": trace.name}
+        # bars that touch: no seam between
+        look |= (
+            {"edgecolor": fill, "linewidth": 0.7} if edge == 0 else {"edgecolor": PAPER, "linewidth": (edge or 1) * PX}
+        )
+        thick = width if trace.width is None else trace.width
+        if trace.orientation == "h":
+            self.ax.barh(place, size, height=thick, left=base, **look)
+        else:
+            self.ax.bar(place, size, width=thick, bottom=base, **look)
+
+    def heatmap(self, trace: Any) -> Any:
+        """Cells, with text in them where asked. Returns the matplotlib mesh, for its colour bar."""
+        from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+        z = np.array([list(row) for row in trace.z], dtype=float)
+        x, y = (np.arange(n) if trace[a] is None else self.values(a, trace[a]) for a, n in zip("xy", z.shape[::-1]))
+        low = np.nanmin(z) if trace.zmin is None else trace.zmin
+        high = np.nanmax(z) if trace.zmax is None else trace.zmax
+        stops = [(stop, rgba(c)) for stop, c in trace.colorscale or DIVERGING]
+        colours = LinearSegmentedColormap.from_list("moekit", stops).with_extremes(bad=GRID)
+        edges = [np.append(c - _half(c), c[-1:] + _half(c)) for c in (x, y)]
+        line = {"edgecolors": PAPER if trace.xgap else "none", "linewidth": (trace.xgap or 0) * PX}
+        mesh = self.ax.pcolormesh(*edges, z, cmap=colours, norm=Normalize(low, high), rasterized=z.size > 4096, **line)
+        size = font(trace.textfont.size or SIZE["tick"])
+        for i, row in enumerate(trace.text if trace.text is not None and trace.texttemplate else ()):
+            for j, text in enumerate(row):
+                r, g, b, _ = colours(mesh.norm(z[i, j]))
+                ink = INK if 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.5 else PAPER  # whichever reads better
+                self.ax.text(x[j], y[i], text, ha="center", va="center_baseline", color=ink, fontproperties=size)
+        return mesh
 
     def finish(self) -> None:
         """Ranges, ticks, axis titles, grid and the base line, once all traces are drawn."""
         ax = self.ax
         for name, mpl in (("x", ax.xaxis), ("y", ax.yaxis)):
-            axis = self.axis(name)
+            axis = self.axis[name]
             self._ticks(name, mpl)
             (ax.set_xlim if name == "x" else ax.set_ylim)(*self._limits(name))
             if axis.title.text:
@@ -62,14 +118,18 @@ class Panel:
                 mpl.labelpad = 6
                 if name == "y":  # as far left as there is room, whatever the width of the tick labels
                     ax.yaxis.set_label_coords(-54 / (ax.get_position().width * 96 * ax.figure.get_figwidth()), 0.5)
-            shown = self.setting(name, "showgrid") is not False
-            mpl.grid(shown, **({"color": GRID, "linewidth": PX} if shown else {}))
+            default = self.defaults[f"{name}axis"].showgrid is not False
+            if default if axis.showgrid is None else axis.showgrid:
+                mpl.grid(True, color=GRID, linewidth=PX)
         ax.set_axisbelow(True)
         ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.spines["bottom"].set(visible=self.setting("x", "showline") is True, color=RULE, linewidth=PX)
+        base = self.axis["x"].showline
+        ax.spines["bottom"].set(
+            visible=base is not False and bool(self.defaults.xaxis.showline), color=RULE, linewidth=PX
+        )
 
     def _limits(self, name: str) -> list[float]:
-        axis, box = self.axis(name), self.ax.dataLim
+        axis, box = self.axis[name], self.ax.dataLim
         if axis.range is not None and None not in axis.range:
             return [10.0**v for v in axis.range] if axis.type == "log" else list(axis.range)
         low, high = sorted(self.ax.get_xlim() if name == "x" else self.ax.get_ylim())
@@ -88,7 +148,7 @@ class Panel:
     def _ticks(self, name: str, mpl: Any) -> None:
         from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-        axis, known = self.axis(name), self.categories[name]
+        axis, known = self.axis[name], self.categories[name]
         if axis.tickvals is not None:
             words = axis.tickvals if axis.ticktext is None else axis.ticktext
             mpl.set_ticks(self.values(name, axis.tickvals), labels=[clean(str(w))[0] for w in words])
@@ -137,9 +197,9 @@ def rgba(colour: Any) -> Any:
     return (*(p / 255 for p in parts[:3]), *parts[3:])
 
 
-def readable(colour: tuple[float, ...]) -> str:
-    """Dark or white ink, whichever reads better on a colour."""
-    return INK if 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2] > 0.5 else PAPER
+def _half(centre: np.ndarray) -> float:
+    """Half of the distance between evenly spaced cells."""
+    return (centre[1] - centre[0]) / 2 if len(centre) > 1 else 0.5
 
 
 def clean(text: str) -> tuple[str, bool]:

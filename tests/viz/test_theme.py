@@ -85,7 +85,7 @@ def test_labels_are_moved_apart_as_little_as_needed() -> None:
 
 def test_importing_the_plots_loads_neither_plotly_nor_widgets_nor_matplotlib() -> None:
     names = ["curves", "denominators", "live", "masking", "panels", "progress", "report", "routing", "series", "show",
-             "static", "static_panel", "static_traces", "tables", "theme"]  # fmt: skip
+             "static", "static_panel", "tables", "theme"]  # fmt: skip
     code = (
         "import sys, moekit\n"
         "assert not {'torch', 'plotly'} & set(sys.modules), 'moekit alone'\n"
