@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,6 +109,8 @@ def fill(
     fig: go.Figure, panels: Sequence[Panel], data: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]], smooth: int = 1
 ) -> None:
     """Put steps and values into a figure of `empty`, thinned to about `POINTS`, with the exact last value written."""
+    import pandas as pd
+
     traces = iter(fig.data)
     for i, (panel, (step, found)) in enumerate(zip(panels, data)):
         last = {}
@@ -122,7 +123,8 @@ def fill(
             keep = np.flatnonzero(~np.isnan(value)) if sparse else thin(value)
             if smooth > 1:
                 _put(next(traces), step, value, keep[: 0 if sparse else None])
-                value = value if sparse else centred_mean(value, smooth)
+                mean = pd.Series(value).rolling(smooth, center=True, min_periods=1).mean()
+                value = value if sparse else mean.to_numpy()
             line = next(traces)
             _put(line, step, value, keep)
             line.mode = "lines+markers" if sparse else "lines"
@@ -137,23 +139,10 @@ def thin(values: np.ndarray, most: int = POINTS) -> np.ndarray:
     """
     if len(values) <= most:
         return np.arange(len(values))
-    keep = {0, len(values) - 1}
-    for a, b in pairwise(np.linspace(0, len(values), most // 2 + 1).astype(int).tolist()):
-        piece = values[a:b]
-        if b > a and not np.isnan(piece).all():
-            keep |= {a + int(np.nanargmin(piece)), a + int(np.nanargmax(piece))}
-    return np.array(sorted(keep))
-
-
-def centred_mean(values: np.ndarray, steps: int) -> np.ndarray:
-    """Mean of the `steps` recorded values around every step; fewer at both ends.
-
-    >>> centred_mean(np.array([1.0, 3.0, 5.0, 7.0]), 3).tolist()
-    [2.0, 3.0, 5.0, 6.0]
-    """
-    import pandas as pd
-
-    return pd.Series(values).rolling(steps, center=True, min_periods=1).mean().to_numpy()
+    pieces = np.array_split(np.arange(len(values)), most // 2)
+    low = [piece[np.argmin(np.nan_to_num(values[piece], nan=np.inf))] for piece in pieces]
+    high = [piece[np.argmax(np.nan_to_num(values[piece], nan=-np.inf))] for piece in pieces]
+    return np.unique([0, *low, *high, len(values) - 1])
 
 
 def _put(trace: Any, step: np.ndarray, value: np.ndarray, keep: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Log panels: text from threads or ranks, each line in the panel that owns it and nowhere else.
 
 A notebook sends everything that is printed to the cell that runs, whichever thread printed it, so capturing standard
-output mixes threads up. A panel captures nothing: it is written to (`panel.print(...)`, or `print(..., file=panel)`)
+output mixes threads up. A panel captures nothing: it is written to (`print(..., file=panel)`)
 and shows its own lines in its own output.
 """
 
@@ -49,10 +49,6 @@ class LogPanel:
         """The lines, oldest first."""
         with self._lock:
             return list(self._lines)
-
-    def print(self, *parts: object) -> None:
-        """Add a line."""
-        self.write(" ".join(map(str, parts)) + "\n")
 
     def write(self, text: str) -> int:
         """Add text; a line appears once it has ended. What two threads write of one line each stays two lines."""
@@ -131,14 +127,13 @@ class RankLogs:
         self.panels = {rank: LogPanel(f"rank {rank}") for rank in ranks}
         self._job = job
         self._offset = dict.fromkeys(ranks, 0)
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
     def _follow(self) -> None:
         over = False
         while not over:
-            over = self._job.done or self._stop.wait(3 * INTERVAL_S)  # before reading, so that no line is missed
+            over = self._job.done  # before reading, so that no line is missed
             for rank, panel in self.panels.items():
                 path = Path(self._job.folder) / "logs" / f"rank_{rank}.log"
                 if path.exists():
@@ -148,17 +143,13 @@ class RankLogs:
                     data = data if over else data[: data.rfind(b"\n") + 1]
                     self._offset[rank] += len(data)
                     panel.write(data.decode(errors="backslashreplace"))
+            time.sleep(0 if over else 3 * INTERVAL_S)
         for panel in self.panels.values():
             panel.close()
 
     def wait(self, timeout: float | None = None) -> None:
         """Until the job has ended and every line is shown."""
         self._thread.join(timeout)
-
-    def close(self) -> None:
-        """Stop following."""
-        self._stop.set()
-        self._thread.join(5)
 
     def _ipython_display_(self) -> None:
         for panel in self.panels.values():

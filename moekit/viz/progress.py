@@ -69,10 +69,9 @@ class Progress:
         self.total, self.label, self.interval = total, label, interval
         self.mode = place() if mode == "auto" else mode
         self.done, self.facts = 0, {}
-        self.messages = 0
         self._stream, self._show = stream, show
         self._start = self._last = time.monotonic()  # the first message waits for one interval, the last for none
-        self._said: tuple[int, dict[str, Any]] = (0, {})
+        self._said: tuple[int, Any] = (0, None)
         self._width = 0
         self._handle: Any = None
         self._lock = threading.Lock()
@@ -94,7 +93,7 @@ class Progress:
     def close(self) -> None:
         """Show the final state if the last message was not it, and end the line. Can be called twice."""
         with self._lock:
-            if self.messages == 0 or (self.done, self.facts) != self._said:
+            if (self.done, self.facts) != self._said:
                 self._say(time.monotonic())
             if self.mode == "terminal" and self._width and not self._show:
                 self._write("\n")
@@ -125,7 +124,6 @@ class Progress:
     def _say(self, now: float) -> None:
         text = str(self)
         self._last, self._said = now, (self.done, dict(self.facts))
-        self.messages += 1
         if self._show is not None:
             self._show(text)
         elif self.mode == "notebook":

@@ -16,18 +16,13 @@ import numpy as np
 
 from ..errors import DataError
 from .series import counts, pick
-from .theme import DIVERGING, MUTED, SERIES, SIZE, end_labels, figure, names_axis, note, number
+from .theme import DIVERGING, MUTED, SERIES, SIZE, end_labels, figure, names_axis, note
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 INNER = 500  # pixels across the experts
 SCOPE = {"all": "all tokens", "supervised": "supervised tokens"}
-QUANTITY = {
-    "max_over_mean": ("Busiest expert over the mean", "load, max / mean"),
-    "entropy": ("Entropy of the expert load", "entropy"),
-    "dead_experts": ("Experts that received no row", "experts"),
-}
 
 
 def balanced_share(count_LE: np.ndarray) -> np.ndarray:
@@ -107,39 +102,34 @@ def ratio_map(
     fig.update_yaxes(names_axis(y))
 
 
-def load_over_time(source: Any, quantity: str = "max_over_mean") -> go.Figure:
-    """How even the expert load was at every step, over all tokens and over supervised tokens.
+def load_over_time(source: Any) -> go.Figure:
+    """The busiest expert's load over the mean at every step, over all tokens and over supervised tokens; 1 = even.
 
     Args:
         source: a Run, a run folder, a DataFrame or a dictionary of columns.
-        quantity: "max_over_mean" (1 = even), "entropy" or "dead_experts".
 
     Raises:
         DataError: the run has no such metric.
     """
-    if quantity not in QUANTITY:
-        raise DataError(f"quantity={quantity!r} is not one of {', '.join(QUANTITY)}")
-    title, unit = QUANTITY[quantity]
-    lines = {f"load/{quantity}": ("all tokens", SERIES[5]), f"load_supervised/{quantity}": ("supervised", SERIES[0])}
+    lines = {
+        "load/max_over_mean": ("all tokens", SERIES[5]),
+        "load_supervised/max_over_mean": ("supervised", SERIES[0]),
+    }
     step, found = pick(source, *lines, optional=True)
     if not found:
-        raise DataError(f"no metric load/{quantity} in this run")
-    fig = figure(title, "Mean over layers, one point a step", height=340, margin={"r": 150})
-    even = [1.0] if quantity == "max_over_mean" else []
-    known = [v for series in found.values() for v in series if np.isfinite(v)] + even or [0.0]
-    slack = 0.05 * (max(known) - min(known)) or 0.05
-    low, high = min(known) - slack, max(known) + slack
-    labels = []
+        raise DataError("no metric load/max_over_mean in this run")
+    fig = figure("Busiest expert over the mean", "Mean over layers, one point a step", height=340, margin={"r": 150})
+    high = max(1.05, *(float(np.nanmax(series)) for series in found.values()))
+    low, high = 1 - 0.05 * (high - 1), high + 0.05 * (high - 1)
+    labels = [(1.0, "even", MUTED)]
     for name, series in found.items():
         label, colour = lines[name]
         fig.add_scatter(x=step, y=series, name=label, mode="lines", line={"color": colour, "width": 2})
         last = float(series[~np.isnan(series)][-1])
-        labels.append((last, f"{label} {f'{last:.2f}' if even else number(last)}", colour))
-    if even:
-        fig.add_shape(type="line", xref="x domain", x0=0, x1=1, yref="y", y0=1, y1=1,
-                      line={"color": MUTED, "width": 1, "dash": "dot"})  # fmt: skip
-        labels.append((1.0, "even", MUTED))
-    fig.update_yaxes(title=unit, range=[low, high])
+        labels.append((last, f"{label} {last:.2f}", colour))
+    fig.add_shape(type="line", xref="x domain", x0=0, x1=1, yref="y", y0=1, y1=1,
+                  line={"color": MUTED, "width": 1, "dash": "dot"})  # fmt: skip
+    fig.update_yaxes(title="load, max / mean", range=[low, high])
     fig.update_xaxes(title="step")
     end_labels(fig, labels, low, high)
     return fig

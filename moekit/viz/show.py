@@ -4,7 +4,7 @@ Axis letters: B rows, T positions in a row.
 
 The classes are those that every counter of the kit uses, by the position that predicts: position t predicts token
 t + 1 of its document, so the last token of a prompt is supervised (it predicts the first token of the answer) and the
-last token of a document is not. `mark="target"` colours the tokens that the loss asks for instead.
+last token of a document is not.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from ..data.batch import CLASSES, CONTEXT, SUPERVISED, Batch
+from ..data.batch import CLASSES, Batch
 from ..errors import DataError
 from .theme import CLASS_MEANING, page
 
 SIGN = dict(zip(CLASSES, ("⟦{}⟧", "{}", "~{}~", "{}")))  # of the classes in plain text
 VISIBLE = str.maketrans({"\n": "↵\n", "\t": "⇥\t", "\r": "␍"})
-TARGET_MEANING = {"supervised": "trained on", "context": "read, not trained on"}
-MEANING = {
-    "predicts": "Colour of a token: what its position is for. A position predicts the next token of its document, so "
-    "the last prompt token is supervised and a document's last token is not.",
-    "target": "Colour of a token: whether the loss asks for it. Counts are of the positions that predict, one before.",
-}
+MEANING = (
+    "Colour of a token: what its position is for. A position predicts the next token of its document, so the last "
+    "prompt token is supervised and a document's last token is not."
+)
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,6 @@ def show(
     tokenizer: Any = None,
     rows: Sequence[int] | None = None,
     max_rows: int = 8,
-    *,
-    mark: str = "predicts",
     max_positions: int = 1024,
 ) -> Shown:
     """Draw rows of a batch as coloured tokens, with the documents' boundaries and what they share.
@@ -101,14 +97,13 @@ def show(
         tokenizer: anything with `decode([id])`, or a function from id to text; None = ids are drawn.
         rows: which rows; None = all.
         max_rows: rows that are drawn; all chosen rows are counted.
-        mark: "predicts" colours the position that predicts (as everything is counted), "target" the token asked for.
         max_positions: positions drawn of each row.
 
     Returns:
         Shown, which displays itself; `counts` holds the positions of each class.
 
     Raises:
-        DataError: no such row, an unknown `mark`, or something that is no batch.
+        DataError: no such row, or something that is no batch.
 
     >>> import torch
     >>> batch = Batch.make(torch.tensor([[5, 6, 7, 2]]), labels=torch.tensor([[-100, 7, 2, -100]]))
@@ -117,8 +112,6 @@ def show(
     """
     if not isinstance(batch, Batch):
         raise DataError(f"show() draws a Batch, not a {type(batch).__name__}; make one with Batch.make(...)")
-    if mark not in MEANING:
-        raise DataError(f"mark={mark!r} is not one of {', '.join(map(repr, MEANING))}")
     chosen = list(range(batch.rows)) if rows is None else [int(r) for r in rows]
     wrong = [r for r in chosen if not 0 <= r < batch.rows]
     if wrong:
@@ -135,23 +128,21 @@ def show(
     text = _decoder(tokenizer)
     drawn = {}
     for i, row in enumerate(chosen[:max_rows]):
-        kinds = kinds_BT[i] if mark == "predicts" else _targets(kinds_BT[i], labelled_BT[i], after_BT[i])
         target = np.where(labelled_BT[i], labels_BT[i], -1)
-        pieces = _pieces(ids_BT[i], target, kinds, segment_BT[i], parent_BT[i], text, max_positions)
+        pieces = _pieces(ids_BT[i], target, kinds_BT[i], segment_BT[i], parent_BT[i], text, max_positions)
         real = int(np.flatnonzero(segment_BT[i] >= 0).max(initial=-1)) + 1
         drawn[row] = Row(pieces, _facts(kinds_BT[i], segment_BT[i], parent_BT[i]), max(0, real - max_positions))
     part = f"{len(drawn)} of {len(chosen)} rows drawn" if len(drawn) < len(chosen) else _many(len(chosen), "row")
     whole = max(sum(counts.values()), 1)
-    meaning = CLASS_MEANING | (TARGET_MEANING if mark == "target" else {})
     return Shown(
         counts,
         documents,
         int(misplaced_BT.sum()),
         drawn,
         f"{part} × {batch.length} positions, {_many(documents, 'document')}",
-        MEANING[mark],
+        MEANING,
         _warning(misplaced_BT, chosen),
-        {n: (f"{c:,} ({100 * c / whole:.0f} %)", meaning[n]) for n, c in counts.items()},
+        {n: (f"{c:,} ({100 * c / whole:.0f} %)", CLASS_MEANING[n]) for n, c in counts.items()},
     )
 
 
@@ -161,13 +152,6 @@ def _next(segment: np.ndarray) -> np.ndarray:
     same = (segment[order][1:] == segment[order][:-1]) & (segment[order][1:] >= 0)
     out = np.full(len(segment), -1)
     out[order[:-1][same]] = order[1:][same]
-    return out
-
-
-def _targets(kinds: np.ndarray, labelled: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Classes with "supervised" moved from the positions that predict to the tokens that they predict."""
-    out = np.where(kinds == SUPERVISED, CONTEXT, kinds)
-    out[after[labelled & (after >= 0)]] = SUPERVISED
     return out
 
 

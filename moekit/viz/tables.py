@@ -67,18 +67,16 @@ def _series(fig: go.Figure, axes: tuple[str, str], traces: list[Any], rows: int)
     flat = traces[0].orientation == "h" or (words(traces[0].y) and not words(traces[0].x))
     along, across = ("y", "x") if flat else ("x", "y")
     title = lambda name: _words(fig.layout[axes["xy".index(name)].replace(name, f"{name}axis")].title.text or "")
-    at: dict[Any, dict[int, Any]] = {}
-    for index, trace in enumerate(traces):
-        values = [] if getattr(trace, across) is None else getattr(trace, across)
-        places = range(len(values)) if getattr(trace, along) is None else getattr(trace, along)
-        for place, value in zip(places, values):
-            at.setdefault(place, {})[index] = value
-    keys = list(at) if words(at) else sorted(at)
-    keep = _pick(len(keys), rows)
-    names = [_words(t.name or (title(across) if len(traces) == 1 else "") or across) for t in traces]
-    body = [[_cell(keys[i])] + [_cell(at[keys[i]].get(t)) for t in range(len(traces))] for i in keep]
-    note = f"{len(keep)} of {len(keys)} rows shown" if len(keep) < len(keys) else ""
-    return pd.DataFrame(body, columns=[title(along) or ("" if words(keys) else along), *names]), note
+    columns = []
+    for t in traces:
+        values = pd.Series([] if t[across] is None else list(t[across]), index=t[along], dtype=object)
+        columns.append(values[~values.index.duplicated()])
+    table = pd.concat(columns, axis=1, sort=not words(columns[0].index))
+    table.columns = [_words(t.name or (title(across) if len(traces) == 1 else "") or across) for t in traces]
+    shown = table.iloc[_pick(len(table), rows)]
+    head = title(along) or ("" if words(table.index) else along)
+    shown = shown.rename_axis(head).reset_index().map(_cell)
+    return shown, f"{len(shown)} of {len(table)} rows shown" if len(shown) < len(table) else ""
 
 
 def _heatmap(fig: go.Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
@@ -108,7 +106,7 @@ def _pick(count: int, most: int) -> list[int]:
 
 
 def _cell(value: Any) -> str:
-    value = getattr(value, "item", lambda: value)()
+    value = None if value is None else getattr(value, "item", lambda: value)()
     return _words(value) if isinstance(value, str) else str(value) if isinstance(value, int) else number(value)
 
 

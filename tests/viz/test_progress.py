@@ -116,7 +116,7 @@ def test_threads_that_share_a_panel_do_not_cut_each_others_lines() -> None:
 def test_a_panel_keeps_the_newest_lines_and_says_how_many_went() -> None:
     panel = LogPanel("log", keep=3)
     for i in range(5):
-        panel.print("<line>", i)
+        print("<line>", i, file=panel)
     panel.write("not ended")
     assert panel.lines == ["<line> 2", "<line> 3", "<line> 4"] and panel.dropped == 2
     panel.close()

@@ -80,14 +80,6 @@ def test_every_token_has_the_colour_of_its_class() -> None:
     assert tokens[2][1] == "2: 4 → 5" and tokens[5][1] == "5: 2"  # position, id, and the target where there is one
 
 
-def test_mark_target_moves_the_colour_one_token_on_and_not_the_counts() -> None:
-    s, c, f = "supervised", "context", "filtered"
-    shown = show(make(), Tokenizer(), mark="target")
-    kinds = [k for k, _, _ in Tokens(shown._repr_html_()).tokens]
-    assert kinds == [c, c, c, s, s, s, f, f] + [c, c, c, s, s, c, s, s]
-    assert shown.counts["supervised"] == kinds.count(s) == 7
-
-
 def test_boundaries_sharing_and_padding_are_drawn() -> None:
     page = show(make(), Tokenizer())._repr_html_()
     assert Tokens(page).marks == [
@@ -142,8 +134,6 @@ def test_what_cannot_be_shown_is_refused() -> None:
         show([1, 2])
     with pytest.raises(DataError, match="row 2 is not in the batch, which has rows 0 to 1"):
         show(make(), rows=[2])
-    with pytest.raises(DataError, match="mark='label'"):
-        show(make(), mark="label")
     assert show(make().empty()).counts == dict.fromkeys(("supervised", "context", "filtered", "padding"), 0)
 
 
