@@ -176,6 +176,7 @@ class LearnerConfig(Config):
     router: RouterLossConfig = field(default_factory=RouterLossConfig)
     bias_rate: float = 0.0  # step of the selection bias, with ModelConfig.selection_bias
     elide: Elide = "padding"
+    ep: int = 1  # expert-parallel ranks; more than one comes with the distributed learner
     dtype: Dtype = "float32"  # of the parameters; masters and moments are the wider of float32 and this
 
     def _check(self) -> None:

@@ -56,6 +56,7 @@ class Learner:
         self.constant_length = getattr(objective, "constant_length", None)
         self.name = getattr(objective, "name", getattr(objective, "__name__", "objective"))
         shape = model.config
+        self.world.check_experts(shape.experts, self.config.ep)
         if self.denominator == "constant" and not self.constant_length:
             raise ConfigError("denominator 'constant' needs constant_length on the objective")
         if self.config.bias_rate and not shape.selection_bias:

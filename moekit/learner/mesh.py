@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ConfigError
+
 
 @dataclass(frozen=True)
 class World:
@@ -51,6 +53,19 @@ class World:
         if self.size > 1:
             dist.broadcast(x, src=0, group=self.group)
         return x
+
+    def check_experts(self, experts: int, ep: int) -> None:
+        """Refuse a number of expert-parallel ranks that does not divide the experts or the ranks, naming both.
+
+        Raises:
+            ConfigError: also for every ``ep`` above 1, which this version cannot run yet.
+        """
+        for what, total in (("experts", experts), ("ranks", self.size)):
+            if ep < 1 or total % ep:
+                fits = [n for n in range(1, experts + 1) if experts % n == 0 and self.size % n == 0]
+                raise ConfigError(f"{total} {what} cannot be split over ep={ep}; possible here: {fits}")
+        if ep > 1:
+            raise ConfigError(f"ep={ep}: this version splits no experts over ranks; leave LearnerConfig.ep at 1")
 
     @property
     def device(self) -> torch.device:

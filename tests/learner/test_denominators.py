@@ -3,7 +3,7 @@
 A token's x is its label, so losses can be written down by hand. The function under test is the one that recipes call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +126,17 @@ def test_bc_014_nothing_to_learn_from_moves_nothing(case):
     assert torch.equal(learner.model.w.detach(), before["w.master"])
     learner.objective = SFT()
     assert learner.step([rows([4])])["lr"] == pytest.approx(0.1 * 2 / 5)  # the schedule did not advance
+
+
+@pytest.mark.parametrize(
+    "ranks,ep,named", [(4, 4, "6 experts cannot be split over ep=4"), (4, 3, "4 ranks"), (4, 0, "0")]
+)
+def test_experts_that_cannot_be_split_are_refused_with_both_numbers(ranks, ep, named):
+    """BC-054's principle, before any work; 6 experts."""
+    model = OneWeight()
+    model.config = replace(model.config, experts=6)
+    with pytest.raises(ConfigError, match=named):
+        Learner(model, SFT(), LearnerConfig(ep=ep), World(0, ranks))
 
 
 def test_constant_needs_a_length_and_ids_must_be_in_the_vocabulary():
