@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
 from .routing import ratio_map
-from .theme import MUTED, SERIES, end_labels, figure, note
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .theme import MUTED, SERIES, Figure, end_labels, figure, note
 
 REACH = 3  # the colour scale ends at 2^-3 and 2^3 times the exact weight
 FLOOR = 1e-7  # a smaller 1 - cosine is drawn here: rounding
@@ -31,7 +28,7 @@ def weight_map(
     exact: str = "global_tokens",
     title: str = "Who is favoured: weight of a label against the exact one",
     subtitle: str = "One column a document, ordered by its labels; 1 = as the exact token mean",
-) -> go.Figure:
+) -> Figure:
     """Weight of each document's labels under each convention, as a multiple of its weight in the exact mean.
 
     Args:
@@ -66,7 +63,7 @@ def across_cuts(
     *,
     title: str = "The same step, cut differently",
     subtitle: str = "A convention whose line is not flat trains another model on another machine",
-) -> go.Figure:
+) -> Figure:
     """Gradient norm ratio and 1 - cosine of each convention over cuts into ranks x microbatches.
 
     Args:
@@ -115,7 +112,7 @@ def filter_bias(
     *,
     title: str = "What the filter removes, the loss loses",
     subtitle: str = "Points: measured. Lines: U / (U + removed × (T − 1))",
-) -> go.Figure:
+) -> Figure:
     """Reported over exact loss against removed instances, for `kept_plus_filtered`; one line for each row length.
 
     Args:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .series import pick
-from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, figure, note, number, tint
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, Figure, figure, note, number, tint
 
 Panel = str | Sequence[str]  # one metric, or several that share an axis
 DEFAULT: tuple[Panel, ...] = ("loss/sft", "rate/supervised_tokens_s", "load/max_over_mean")
@@ -21,7 +18,7 @@ UNITS = {"loss": "nats a token", "eval": "nats a token", "rows": "a step", "toke
 GAP_X, GAP_Y, BELOW = 0.1, 74, 52  # between panels (share of the width, pixels), and below the last
 
 
-def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, columns: int | None = None) -> go.Figure:
+def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, columns: int | None = None) -> Figure:
     """Metrics over steps, one panel each; give a tuple of names to draw several in one panel.
 
     Args:
@@ -52,7 +49,7 @@ def names(panel: Panel) -> tuple[str, ...]:
 
 def empty(
     panels: Sequence[Panel], *, title: str = "", subtitle: str = "", smooth: int = 1, columns: int | None = None
-) -> go.Figure:
+) -> Figure:
     """The figure of `curves` without data; `fill` puts data in, as often as wanted."""
     wide = columns or (2 if len(panels) == 4 else min(3, len(panels)))
     high = math.ceil(len(panels) / wide)
@@ -82,7 +79,7 @@ def empty(
     return fig
 
 
-def head(fig: go.Figure, index: int, metrics: Sequence[str], last: dict[str, float]) -> None:
+def head(fig: Figure, index: int, metrics: Sequence[str], last: dict[str, float]) -> None:
     """Write (or rewrite) the heading of a panel: name and unit, then each line's last value in its colour."""
     suffix = str(index + 1) if index else ""
     left, top = fig.layout[f"xaxis{suffix}"].domain[0], fig.layout[f"yaxis{suffix}"].domain[1]
@@ -106,7 +103,7 @@ def head(fig: go.Figure, index: int, metrics: Sequence[str], last: dict[str, flo
 
 
 def fill(
-    fig: go.Figure, panels: Sequence[Panel], data: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]], smooth: int = 1
+    fig: Figure, panels: Sequence[Panel], data: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]], smooth: int = 1
 ) -> None:
     """Put steps and values into a figure of `empty`, thinned to about `POINTS`, with the exact last value written."""
     import pandas as pd

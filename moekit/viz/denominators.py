@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import BackendError, DataError
 from . import tables
-from .theme import INK, MUTED, RULE, SERIES, SIZE, bundle, figure, names_axis, need, note, number
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .progress import put
+from .theme import INK, MUTED, RULE, SERIES, SIZE, Figure, bundle, figure, names_axis, need, note, number
 
 MODES = ("global_tokens", "sequence_mean", "rank_mean", "microbatch_mean", "constant", "kept_plus_filtered")
 FLOOR = 1e-12  # a smaller 1 - cosine is rounding, and is drawn as exact
@@ -31,7 +29,7 @@ def side_by_side(
     title: str = "One batch, every denominator",
     subtitle: str = "",
     norm_range: tuple[float, float] | None = None,
-) -> go.Figure:
+) -> Figure:
     """Norm ratio, 1 - cosine and reported loss of each convention against the exact gradient.
 
     Args:
@@ -123,7 +121,7 @@ class Lab:
         return self._known[key]
 
     @property
-    def figure(self) -> go.Figure:
+    def figure(self) -> Figure:
         """The figure at the present setting. Its norm axis keeps the widest range seen, so that bars compare."""
         now = self.readings
         seen = _norm_range(r["norm_ratio"] for table in self._known.values() for r in table.values())
@@ -156,9 +154,9 @@ class Lab:
                 for drawn, new in zip(self._widget.data, now.data):
                     drawn.update(new.to_plotly_json(), overwrite=True)
                 self._widget.layout.update(now.layout.to_plotly_json(), overwrite=True)
-        self._handle.update(self._twin(now), raw=True)
+        put(self._handle, self._twin(now))
 
-    def _twin(self, fig: go.Figure) -> dict[str, Any]:
+    def _twin(self, fig: Figure) -> dict[str, Any]:
         """The static twin: folded away below the widget, and what a saved notebook has of the last setting."""
         data = bundle(fig, interactive=False)
         picture = f"<img src='data:image/png;base64,{data['image/png']}'>" if "image/png" in data else ""
@@ -167,17 +165,16 @@ class Lab:
         return data | {"text/html": f"{fold}{words}{picture}{tables.to_html(fig)}</details>"}
 
     def _ipython_display_(self) -> None:
-        from IPython.display import DisplayHandle, display
+        from IPython.display import display
 
         now = self.figure
         try:
             display(self._controls(now))
         except (BackendError, ImportError) as error:
             print(f"no sliders here ({error}); move the lab with .set({', '.join(f'{n}=...' for n in self.controls)})")
-        self._handle = DisplayHandle()
-        self._handle.display(self._twin(now), raw=True)
+        self._handle = put(None, self._twin(now))
 
-    def _controls(self, now: go.Figure) -> Any:
+    def _controls(self, now: Figure) -> Any:
         widgets = need("ipywidgets", "the sliders of the denominator lab")
         self._widget = need("plotly.graph_objects", "the denominator lab").FigureWidget(now)
         look = {"style": {"description_width": "120px"}, "layout": {"width": "420px"}, "continuous_update": False}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +19,8 @@ from ..errors import ConfigError
 from ..measure.record import read_records
 from . import curves, series, tables
 from .curves import Panel
-from .progress import place
-from .theme import bundle, headline, need
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .progress import place, put
+from .theme import Figure, bundle, headline, need
 
 FASTEST_S = 0.1  # ten redraws a second
 STATIC_S = 2.0  # a static picture costs more
@@ -71,7 +68,7 @@ class Live:
         self._data = Follower(folder, {name for panel in panels for name in curves.names(panel)})
         self._handle: Any = None
         self._stop = threading.Event()
-        self.figure: go.Figure = curves.empty(panels, title=folder.name, subtitle=" ")
+        self.figure: Figure = curves.empty(panels, title=folder.name, subtitle=" ")
         if place() == "notebook":
             try:
                 self.figure = need("plotly.graph_objects", "a live figure").FigureWidget(self.figure)
@@ -116,7 +113,7 @@ class Live:
             self._headline(f"stopped following: {error}")
         self._stop.set()
         if self._handle is not None:
-            self._handle.update(bundle(self.figure), raw=True)  # from now on an ordinary figure with its static twin
+            put(self._handle, bundle(self.figure))  # from now on an ordinary figure with its static twin
 
     def _look(self, last: bool = False) -> bool:
         """Read what is new and redraw. Returns whether this was the last time."""
@@ -129,7 +126,7 @@ class Live:
             self._headline(("closed" if last and state == "running" else state) + steps)
             self.redraws += 1
             if self.note and self._handle is not None and not over:
-                self._handle.update(bundle(self.figure, interactive=False), raw=True)
+                put(self._handle, bundle(self.figure, interactive=False))
         return over
 
     def _headline(self, text: str) -> None:
@@ -139,18 +136,15 @@ class Live:
         if place() != "notebook":
             print(self)
             return
-        from IPython.display import DisplayHandle
-
-        self._handle = DisplayHandle()
         data = bundle(self.figure, interactive=self.done)
         if self.note:
             print(self.note)
         elif not self.done:
             view = self.figure._repr_mimebundle_()
             data |= view[0] if isinstance(view, tuple) else view  # the rest is for viewers without widgets
-        self._handle.display(data, raw=True)
+        self._handle = put(None, data)
         if self.done:  # it ended in between
-            self._handle.update(bundle(self.figure), raw=True)
+            put(self._handle, bundle(self.figure))
 
     def __repr__(self) -> str:
         return tables.text(self.figure)

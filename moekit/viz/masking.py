@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..data.batch import CLASSES
 from ..errors import DataError
 from .series import by_class, columns
-from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, end_labels, figure, names_axis, note, number
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, Figure, end_labels, figure, names_axis, note, number
 
 BARS = 240  # more steps than this are drawn as means of neighbours
 PANELS = (("rows", "routed rows", 1.0), ("bytes", "saved activations, kB", 1e-3), ("seconds", "time, ms", 1e3))
 GAP = 0.09  # between panels, as a share of the width
 
 
-def routed_work(source: Any, *, title: str = "Routed work by class") -> go.Figure:
+def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
     """Expert rows of every step, stacked by the class of their position.
 
     Args:
@@ -91,7 +88,7 @@ def per_supervised(source: Any, seconds: str = "time/step_s", bytes: str = "memo
     return out
 
 
-def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one supervised token costs") -> go.Figure:
+def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one supervised token costs") -> Figure:
     """Rows, saved bytes and seconds per supervised token, one line for each configuration.
 
     Args:

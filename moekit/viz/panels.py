@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from .progress import INTERVAL_S, place
+from .progress import INTERVAL_S, place, put
 from .theme import page
 
 LINES = 1000  # kept; older ones are dropped and counted
@@ -94,7 +94,7 @@ class LogPanel:
             self._timer = None
         if self._handle is not None:
             self._last = time.monotonic()
-            self._handle.update(self._data(), raw=True)
+            put(self._handle, self._data())
 
     def _data(self) -> dict[str, str]:
         html = page("panel.html.jinja", panel=self, text="\n".join(self._lines))
@@ -112,12 +112,8 @@ class LogPanel:
         if place() != "notebook":
             print(self)
             return
-        from IPython.display import DisplayHandle
-
         with self._lock:
-            self._handle = DisplayHandle()
-            self._last = time.monotonic()
-            self._handle.display(self._data(), raw=True)
+            self._handle, self._last = put(None, self._data()), time.monotonic()
 
 
 class RankLogs:

@@ -33,6 +33,18 @@ def place() -> str:
     return "terminal" if sys.stdout is not None and sys.stdout.isatty() else "log"
 
 
+def put(handle: Any, data: dict[str, Any]) -> Any:
+    """Show a MIME bundle as a new output (handle None) or in the place of an old one; returns the handle."""
+    from IPython.display import DisplayHandle
+
+    if handle is not None:
+        handle.update(data, raw=True)
+        return handle
+    handle = DisplayHandle()
+    handle.display(data, raw=True)
+    return handle
+
+
 class Progress:
     """How far a loop is. Use it as a context manager, or call `close` at the end.
 
@@ -55,15 +67,9 @@ class Progress:
     """
 
     def __init__(
-        self,
-        total: int | None = None,
-        label: str = "",
-        *,
-        mode: str = "auto",
-        interval: float = INTERVAL_S,
-        stream: TextIO | None = None,
-        show: Callable[[str], None] | None = None,
-    ):
+        self, total: int | None = None, label: str = "", *, mode: str = "auto", interval: float = INTERVAL_S,
+        stream: TextIO | None = None, show: Callable[[str], None] | None = None,
+    ):  # fmt: skip
         if mode not in ("auto", "notebook", "terminal", "log"):
             raise ConfigError(f"mode={mode!r} is not one of 'auto', 'notebook', 'terminal', 'log'")
         self.total, self.label, self.interval = total, label, interval
@@ -72,8 +78,7 @@ class Progress:
         self._stream, self._show = stream, show
         self._start = self._last = time.monotonic()  # the first message waits for one interval, the last for none
         self._said: tuple[int, Any] = (0, None)
-        self._width = 0
-        self._handle: Any = None
+        self._width, self._handle = 0, None
         self._lock = threading.Lock()
 
     def update(self, done: int | None = None, **facts: float | str) -> None:
@@ -86,16 +91,15 @@ class Progress:
         with self._lock:
             self.done = self.done + 1 if done is None else done
             self.facts.update(facts)
-            now = time.monotonic()
-            if self._due(now):
-                self._say(now)
+            if self._due():
+                self._say()
 
     def close(self) -> None:
         """Show the final state if the last message was not it, and end the line. Can be called twice."""
         with self._lock:
             if (self.done, self.facts) != self._said:
-                self._say(time.monotonic())
-            if self.mode == "terminal" and self._width and not self._show:
+                self._say()
+            if self._width:
                 self._write("\n")
                 self._width = 0
 
@@ -114,27 +118,20 @@ class Progress:
             clock = f"{_clock(elapsed * (self.total - self.done) / self.done)} left"
         return "  ".join(filter(None, [self.label, count, *facts, clock]))
 
-    def _due(self, now: float) -> bool:
+    def _due(self) -> bool:
         """Whether it is time for a message: a log file gets fewer."""
-        if self.mode != "log" or self._show:
-            return now - self._last >= self.interval
-        far = bool(self.total) and self.done - self._said[0] >= LOG_SHARE * self.total
-        return now - self._last >= (self.interval if far else LOG_S)
+        since = time.monotonic() - self._last
+        if self.mode != "log" or self._show or since >= LOG_S:
+            return since >= self.interval
+        return since >= self.interval and bool(self.total) and self.done - self._said[0] >= LOG_SHARE * self.total
 
-    def _say(self, now: float) -> None:
+    def _say(self) -> None:
         text = str(self)
-        self._last, self._said = now, (self.done, dict(self.facts))
+        self._last, self._said = time.monotonic(), (self.done, dict(self.facts))
         if self._show is not None:
             self._show(text)
         elif self.mode == "notebook":
-            data = {"text/plain": text, "text/html": self._html(text)}
-            if self._handle is None:
-                from IPython.display import DisplayHandle
-
-                self._handle = DisplayHandle()
-                self._handle.display(data, raw=True)
-            else:
-                self._handle.update(data, raw=True)
+            self._handle = put(self._handle, {"text/plain": text, "text/html": self._html(text)})
         elif self.mode == "terminal":
             self._write("\r" + text.ljust(self._width))
             self._width = len(text)

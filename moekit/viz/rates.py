@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
 from .series import columns
-from .theme import GRID, MUTED, SERIES, SIZE, figure, note, number, spread, tint
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .theme import GRID, MUTED, SERIES, SIZE, Figure, figure, note, number, spread, tint
 
 USEFUL, ROUTED = "rate/supervised_tokens_s", "rate/routed_rows_s"
 SHADE = (0.35, 1.0)  # tints of a line's first and last point
@@ -25,7 +22,7 @@ SHADE = (0.35, 1.0)  # tints of a line's first and last point
 
 def two_rates(
     points: Mapping[tuple[str, str], Any], *, title: str = "Routed rows are not supervised tokens", subtitle: str = ""
-) -> go.Figure:
+) -> Figure:
     """Supervised tokens/s over routed rows/s, one point for each configuration, joined into lines.
 
     Args:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -22,10 +22,7 @@ from ..measure.files import write_atomic
 from ..measure.record import open_run
 from . import curves, denominators, masking, routing, static, tables, theme
 from .series import counts
-from .theme import need, number
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .theme import Figure, need, number
 
 REPORT = "report.html"
 READINGS = "denominators.json"
@@ -93,7 +90,7 @@ def write_report(
     return write_atomic(run.folder / REPORT, page.encode())
 
 
-def _figure(fig: go.Figure, interactive: bool, first: bool) -> tuple[str, str, Markup, Markup]:
+def _figure(fig: Figure, interactive: bool, first: bool) -> tuple[str, str, Markup, Markup]:
     """Title, how to read it, the figure without its title (which the page says) and the room for it, its numbers."""
     title, how = theme.heading(fig)
     numbers, words = tables.to_html(fig), " ".join(tables.text(fig, 4).split())

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
 from .series import counts, pick
-from .theme import DIVERGING, MUTED, SERIES, SIZE, end_labels, figure, names_axis, note
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
+from .theme import DIVERGING, MUTED, SERIES, SIZE, Figure, end_labels, figure, names_axis, note
 
 INNER = 500  # pixels across the experts
 SCOPE = {"all": "all tokens", "supervised": "supervised tokens"}
@@ -36,7 +33,7 @@ def balanced_share(count_LE: np.ndarray) -> np.ndarray:
     return np.divide(count_LE * count_LE.shape[1], total_L, out=np.full(count_LE.shape, np.nan), where=total_L > 0)
 
 
-def load_heatmap(source: Any, step: int | None = None, scope: str = "all", *, title: str | None = None) -> go.Figure:
+def load_heatmap(source: Any, step: int | None = None, scope: str = "all", *, title: str | None = None) -> Figure:
     """Expert load, layer by expert, on a diverging scale centred at the balanced load.
 
     The scale is logarithmic: half the balanced load is as far from even as twice. Dead experts are crossed out.
@@ -77,7 +74,7 @@ def load_heatmap(source: Any, step: int | None = None, scope: str = "all", *, ti
 
 
 def ratio_map(
-    fig: go.Figure, ratio: np.ndarray, x: Sequence[Any], y: list[str], words: Any, reach: int, *, hover: str, bar: float
+    fig: Figure, ratio: np.ndarray, x: Sequence[Any], y: list[str], words: Any, reach: int, *, hover: str, bar: float
 ) -> None:
     """Cells coloured by the logarithm of a ratio: 1 is the middle of the scale, which ends at 2^-reach and 2^reach.
 
@@ -102,7 +99,7 @@ def ratio_map(
     fig.update_yaxes(names_axis(y))
 
 
-def load_over_time(source: Any) -> go.Figure:
+def load_over_time(source: Any) -> Figure:
     """The busiest expert's load over the mean at every step, over all tokens and over supervised tokens; 1 = even.
 
     Args:

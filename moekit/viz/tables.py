@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .theme import heading, number
+from .theme import Figure, heading, number
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
 
 
-def text(fig: go.Figure, rows: int = 12) -> str:
+def text(fig: Figure, rows: int = 12) -> str:
     """Title and tables of a figure, at most `rows` lines a table, evenly chosen with the first and the last kept.
 
     >>> import plotly.graph_objects as go
@@ -39,7 +38,7 @@ def text(fig: go.Figure, rows: int = 12) -> str:
     return "\n".join([*head, "\n\n".join(blocks)]).strip() or "empty figure"
 
 
-def to_html(fig: go.Figure, rows: int = 12) -> str:
+def to_html(fig: Figure, rows: int = 12) -> str:
     """The same tables as HTML."""
     return "".join(
         table.to_html(index=False, border=0, classes="numbers")
@@ -48,7 +47,7 @@ def to_html(fig: go.Figure, rows: int = 12) -> str:
     )
 
 
-def tables(fig: go.Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]:
+def tables(fig: Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]:
     """Table and note of each heatmap, and one for all traces of a panel, which share their first axis."""
     panels: dict[Any, list[Any]] = {}
     for trace in fig.data:
@@ -60,7 +59,7 @@ def tables(fig: go.Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]
         yield _series(fig, axes, traces, rows)
 
 
-def _series(fig: go.Figure, axes: tuple[str, str], traces: list[Any], rows: int) -> tuple[pd.DataFrame, str]:
+def _series(fig: Figure, axes: tuple[str, str], traces: list[Any], rows: int) -> tuple[pd.DataFrame, str]:
     import pandas as pd
 
     words = lambda values: values is not None and any(isinstance(v, str) for v in values)
@@ -79,7 +78,7 @@ def _series(fig: go.Figure, axes: tuple[str, str], traces: list[Any], rows: int)
     return shown, f"{len(shown)} of {len(table)} rows shown" if len(shown) < len(table) else ""
 
 
-def _heatmap(fig: go.Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
+def _heatmap(fig: Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
     import pandas as pd
 
     # A figure that colours by a transformed value carries the value itself as customdata.

@@ -30,7 +30,9 @@ from ..data.batch import CLASSES
 from ..errors import BackendError
 
 if TYPE_CHECKING:
-    import plotly.graph_objects as go
+    from plotly.graph_objects import Figure
+else:
+    Figure = Any  # the name that signatures use; plotly is imported when a figure is drawn
 
 # Lightness 42, 73, 41, 81: neighbours in a stack differ in grey too. Smallest CIELAB distance between two of them,
 # with protanopia, deuteranopia or tritanopia simulated: 20 (a test computes it).
@@ -42,22 +44,14 @@ CLASS_MEANING = {
     "filtered": "its instance was removed by the filter; it still routes",
     "padding": "fills the row",
 }
-PASS = dict(
-    zip(
-        ("forward", "backward", "recompute", "score", "evaluate", "prefill", "decode"),
-        ("#332288", "#88CCEE", "#44AA99", "#999933", "#DDCC77", "#CC6677", "#882255"),
-    )
-)
+PASSES = ("forward", "backward", "recompute", "score", "evaluate", "prefill", "decode")
+PASS = dict(zip(PASSES, ("#332288", "#88CCEE", "#44AA99", "#999933", "#DDCC77", "#CC6677", "#882255")))
 SERIES = ("#0067A5", "#D55E00", "#00856A", "#7A4FA3", "#4BA3D9", "#3E4C59")
 
 INK, MUTED, RULE, GRID, PAPER = "#1F2933", "#5F6C7B", "#9AA5B1", "#E8EBEE", "#FFFFFF"
 # Below, at and above the balanced share: teal, near white, brown.
-DIVERGING = list(
-    zip(
-        (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0),
-        ("#00574F", "#35978F", "#95D3C9", "#F7F7F5", "#E8CE94", "#BF812D", "#6B3D07"),
-    )
-)
+_COLOURS = ("#00574F", "#35978F", "#95D3C9", "#F7F7F5", "#E8CE94", "#BF812D", "#6B3D07")
+DIVERGING = list(zip((0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0), _COLOURS))
 FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
 SIZE = {"title": 17, "subtitle": 13, "axis": 13, "tick": 12, "label": 13}  # pixels at 96 to the inch
 WIDTH, HEIGHT = 720, 400  # a cell of JupyterLab with its side bar open; 19 cm wide in print
@@ -80,41 +74,22 @@ def template() -> str:
     """Register the kit's plotly template and return its name. The user's default template stays what it was."""
     pio = need("plotly.io", "drawing a figure")
     if TEMPLATE not in pio.templates:
-        axis = {
-            "title": {"font": {"size": SIZE["axis"], "color": MUTED}, "standoff": 10},
-            "tickfont": {"size": SIZE["tick"], "color": MUTED},
-        }
-        axis |= {"gridcolor": GRID, "linecolor": RULE, "zeroline": False, "ticklabelstandoff": 5, "automargin": False}
-        title_font = {"size": SIZE["title"], "color": INK, "weight": 600}
-        title = {"x": 0, "xref": "paper", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
-        pio.templates[TEMPLATE] = need("plotly.graph_objects", "drawing a figure").layout.Template(
-            layout={
-                "font": {"family": ", ".join(FONTS) + ", sans-serif", "size": SIZE["tick"], "color": INK},
-                "title": {**title, "pad": {"t": 18}, "font": title_font},
-                "paper_bgcolor": PAPER,
-                "plot_bgcolor": PAPER,
-                "colorway": list(SERIES),
-                "margin": MARGIN,
-                "xaxis": {**axis, "showgrid": False, "showline": True},
-                "yaxis": axis,
-                "hovermode": "x unified",
-                "hoverlabel": {"font": {"size": SIZE["tick"]}, "bgcolor": PAPER},
-                "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
-                "bargap": 0.3,
-            }
-        )
+        words = {"size": SIZE["tick"], "color": MUTED}
+        axis = {"title": {"font": words | {"size": SIZE["axis"]}, "standoff": 10}, "tickfont": words, "zeroline": False}
+        axis |= {"gridcolor": GRID, "linecolor": RULE, "ticklabelstandoff": 5, "automargin": False}
+        title = {"font": {"size": SIZE["title"], "color": INK, "weight": 600}, "pad": {"t": 18}}
+        title |= {"x": 0, "xref": "paper", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
+        legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"}
+        layout = {"paper_bgcolor": PAPER, "plot_bgcolor": PAPER, "colorway": SERIES, "margin": MARGIN, "bargap": 0.3}
+        layout |= {"font": {"family": ", ".join(FONTS) + ", sans-serif", "size": SIZE["tick"], "color": INK}}
+        layout |= {"xaxis": {**axis, "showgrid": False, "showline": True}, "yaxis": axis, "title": title}
+        layout |= {"legend": legend, "hovermode": "x unified", "hoverlabel": {"font": words, "bgcolor": PAPER}}
+        pio.templates[TEMPLATE] = {"layout": layout}
     return TEMPLATE
 
 
-def figure(title: str, subtitle: str = "", *, width: int = WIDTH, height: int = HEIGHT, **layout: Any) -> go.Figure:
-    """An empty figure in the kit's style.
-
-    Args:
-        title: what is shown.
-        subtitle: how to read it, or over what it was measured.
-        width, height: pixels.
-        layout: further plotly layout settings.
-    """
+def figure(title: str, subtitle: str = "", *, width: int = WIDTH, height: int = HEIGHT, **layout: Any) -> Figure:
+    """An empty figure in the kit's style: title, how to read it, size in pixels, further plotly layout settings."""
     go = need("plotly.graph_objects", "drawing a figure")
     size = {"width": width, "height": height, "margin": {**MARGIN, **layout.pop("margin", {})}}
     head = {"template": template(), "title": {"text": headline(title, subtitle)}, "showlegend": False}
@@ -127,7 +102,7 @@ def headline(title: str, subtitle: str = "") -> str:
     return title + (f"<br><span style='{style}'>{subtitle}</span>" if title and subtitle else "")
 
 
-def heading(fig: go.Figure) -> tuple[str, str]:
+def heading(fig: Figure) -> tuple[str, str]:
     """Title and subtitle of a figure, the inverse of `headline`; of a figure of plotly's own making too.
 
     >>> import plotly.graph_objects as go
@@ -178,12 +153,8 @@ def number(value: float | None) -> str:
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
         return f"{value:.3g}"
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if size >= limit:
-            return f"{value / limit:.4g}{unit}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+    limit, unit = next(((10.0**e, u) for e, u in ((12, "T"), (9, "G"), (6, "M")) if size >= 10.0**e), (1.0, ""))
+    return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value / limit:.4g}{unit}"
 
 
 def spread(at: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -202,7 +173,7 @@ def spread(at: Sequence[float], gap: float, low: float, high: float) -> list[flo
 
 
 def note(
-    fig: go.Figure,
+    fig: Figure,
     text: str,
     x: Any,
     y: Any,
@@ -222,7 +193,7 @@ def note(
 
 
 def end_labels(
-    fig: go.Figure, labels: list[tuple[float, str, str]], low: float, high: float, *, axis: str = "", x: float = 1.0
+    fig: Figure, labels: list[tuple[float, str, str]], low: float, high: float, *, axis: str = "", x: float = 1.0
 ) -> None:
     """Write labels at the right edge of a panel, at their heights, moved apart where they would touch.
 
@@ -240,14 +211,14 @@ def end_labels(
         note(fig, text, x, bottom, shift=(8, up), colour=colour)
 
 
-def plain(fig: go.Figure) -> dict[str, Any]:
+def plain(fig: Figure) -> dict[str, Any]:
     """The figure as JSON with every number written out (plotly packs arrays in base64, which not all viewers read)."""
     encoder = need("plotly.utils", "drawing a figure").PlotlyJSONEncoder
     parts = {"data": [t.to_plotly_json() for t in fig.data], "layout": fig.layout.to_plotly_json()}
     return json.loads(json.dumps(parts, cls=encoder))
 
 
-def bundle(fig: go.Figure, *, interactive: bool = True) -> dict[str, Any]:
+def bundle(fig: Figure, *, interactive: bool = True) -> dict[str, Any]:
     """The MIME bundle of a figure: plotly's JSON, a PNG made without a browser, and its numbers as text.
 
     The PNG has the figure's own size: JupyterLab shows it as it is until the mouse enters it, then draws the plot.
@@ -266,7 +237,7 @@ def bundle(fig: go.Figure, *, interactive: bool = True) -> dict[str, Any]:
     return data
 
 
-def display(fig: go.Figure) -> None:
+def display(fig: Figure) -> None:
     """Show a figure so that it survives saving: interactive, as a picture, and as numbers, in one output.
 
     Outside IPython the numbers are printed.
