@@ -1,20 +1,24 @@
 """Expert feed-forward over ragged rows, expert by expert, with a backward written by hand.
 
-Built for few passes over memory: the rows of one expert are gathered into scratch that stays in cache, forward keeps
-the pre-activations [R, 2F] only, backward recomputes the activation from them, and weight gradients are written
-straight to where they are kept. Nothing of size [R, D] exists.
+Built for few passes over memory. Rows are taken in blocks of whole experts, gathered into scratch that stays in cache;
+a block shares its element-wise passes, an expert has its own matmuls. Forward keeps the pre-activations [P, 2F] only,
+backward recomputes the activation from them, and weight gradients are written straight to where they are kept.
+Nothing of size [R, D] exists.
 
-In bfloat16, row counts are padded with zero rows to a multiple of `PAD`: oneDNN compiles a matmul for every shape and
-keeps 1024 of them, and as many row counts as there are experts and layers overflow that (measured on 2 cores, first
-call with a new row count: 0.6 of the rate).
+In bfloat16 the row counts of experts are padded to multiples of `PAD`: oneDNN compiles a matmul for every shape and
+keeps 1024 of them, which as many row counts as there are experts and layers overflow (a first call with a new row
+count reached 0.6 of the rate). A padding row reads a zero row and is added to a row that is thrown away.
 
 Works on any device and float dtype; reads E row counts on the host.
 
-Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width.
+Axis letters: N positions, K experts per position, R routed rows, P routed rows with padding, E experts, D width,
+F expert width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,38 +27,71 @@ from torch.autograd.function import once_differentiable
 
 from .permute import Sorted
 
-PAD = 16  # rows; of 16, 32 and 1 the fastest in bfloat16 at 250 rows an expert
+PAD = 16  # rows
+BLOCK = 512  # rows that share their element-wise passes; an expert with more is a block of its own
 aten = torch.ops.aten
 
 
 def padding_unit(dtype: torch.dtype) -> int:
-    """Rows of an expert are padded to a multiple of this."""
+    """Experts with at least this many rows are padded to a multiple of it."""
     return PAD if dtype in (torch.bfloat16, torch.float16) else 1
 
 
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring experts that have rows."""
+
+    part: slice  # of P
+    experts: list[int]
+    heights: list[int]  # padded rows of each
+
+    def split(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """(expert, its rows of each tensor); the tensors are as tall as the block."""
+        return zip(self.experts, *(t.split(self.heights) for t in tensors))
+
+
 class Walk:
-    """One walk over the experts that have rows: their slices, and scratch as tall as the fullest of them."""
+    """The rows of a batch in padded order, cut into blocks."""
 
-    def __init__(self, rows: Sorted, like: Tensor):
-        self.rows, self.like = rows, like
-        self.unit = padding_unit(like.dtype)
-        tall = [-(-(stop - start) // self.unit) * self.unit for start, stop in rows.bounds]
-        self.tallest, self.total = max(tall, default=0), sum(tall)
-        self.steps, at = [], 0  # (expert, slice of R, slice of the padded R)
-        for expert, ((start, stop), height) in enumerate(zip(rows.bounds, tall)):
-            if height:
-                self.steps.append((expert, slice(start, stop), slice(at, at + height)))
+    def __init__(self, rows: Sorted, positions: int, slots: int, unit: int):
+        counts = [stop - start for start, stop in rows.bounds]
+        heights = [-(-n // unit) * unit if n >= unit else n for n in counts]
+        self.blocks: list[Block] = []
+        at = 0
+        for expert, height in enumerate(heights):
+            if not height:
+                continue
+            last = self.blocks[-1] if self.blocks else None
+            if last is None or at + height - last.part.start > BLOCK:
+                self.blocks.append(Block(slice(at, at + height), [expert], [height]))
+            else:
+                self.blocks[-1] = Block(
+                    slice(last.part.start, at + height), [*last.experts, expert], [*last.heights, height]
+                )
             at += height
+        self.total = at
+        self.tallest = max((b.part.stop - b.part.start for b in self.blocks), default=0)
+        self.padded = at > rows.rows
+        self.row_P, self.slot_P = rows.row_R, rows.slot_R  # padding: row `positions`, slot `slots`
+        if self.padded:
+            height_E = torch.tensor(heights, device=rows.row_R.device)
+            shift_E = (height_E.cumsum(0) - height_E) - (rows.offset_E - rows.count_E)
+            place_R = torch.arange(rows.rows, device=rows.row_R.device) + shift_E[rows.expert_R]
+            self.row_P = torch.full((at,), positions, device=rows.row_R.device).index_copy_(0, place_R, rows.row_R)
+            self.slot_P = torch.full((at,), slots, device=rows.row_R.device).index_copy_(0, place_R, rows.slot_R)
 
-    def scratch(self, *widths: int) -> list[Tensor]:
-        """Uninitialised [rows of the fullest expert, width] buffers."""
-        return [self.like.new_empty(self.tallest, width) for width in widths]
+    def source(self, x_ND: Tensor) -> Tensor:
+        """x, with the zero row that padding reads."""
+        return torch.cat((x_ND, x_ND.new_zeros(1, x_ND.shape[1]))) if self.padded else x_ND
 
+    def gates(self, gate_NK: Tensor, dtype: torch.dtype) -> Tensor:
+        """[P, 1]; zero for padding."""
+        gate = gate_NK.reshape(-1, 1).to(dtype)
+        return self.source(gate)[self.slot_P]
 
-def gather(x_ND: Tensor, row: Tensor, out: Tensor) -> None:
-    """out = x[row], and zero where out is taller: zero rows add nothing to a weight gradient."""
-    torch.index_select(x_ND, 0, row, out=out[: row.shape[0]])
-    out[row.shape[0] :].zero_()
+    def scratch(self, like: Tensor, *widths: int) -> list[Tensor]:
+        """Uninitialised [rows of the tallest block, width] buffers."""
+        return [like.new_empty(self.tallest, width) for width in widths]
 
 
 class MoEFFN(torch.autograd.Function):
@@ -62,72 +99,76 @@ class MoEFFN(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_ND, gate_NK, gate_up_E2FD, down_EDF, rows: Sorted, slots: tuple[Any, Any]):
-        walk = Walk(rows, x_ND)
-        (_, D, F), wide = down_EDF.shape, torch.promote_types(x_ND.dtype, torch.float32)
-        gate_R1 = gate_NK.reshape(-1, 1)[rows.slot_R].to(x_ND.dtype)
-        pre_R2F = x_ND.new_empty(walk.total, 2 * F)
-        y_ND = torch.zeros_like(x_ND, dtype=wide)  # K terms are added in float32 at least
-        xs, hs, ys = walk.scratch(D, F, D)
-        for e, part, padded in walk.steps:
-            row, pre = rows.row_R[part], pre_R2F[padded]
-            n, tall = row.shape[0], pre.shape[0]
-            x, hidden, y = xs[:tall], hs[:tall], ys[:tall]
-            gather(x_ND, row, x)
-            torch.mm(x, gate_up_E2FD[e].t(), out=pre)
+        (N, D), F = x_ND.shape, down_EDF.shape[2]
+        walk = Walk(rows, N, gate_NK.numel(), padding_unit(x_ND.dtype))
+        wide = torch.promote_types(x_ND.dtype, torch.float32)  # the K terms of a position are added in this
+        source, gate_P1 = walk.source(x_ND), walk.gates(gate_NK, x_ND.dtype)
+        pre_P2F = x_ND.new_empty(walk.total, 2 * F)
+        y_ND = x_ND.new_zeros(source.shape, dtype=wide)
+        gate_up_E, down_E = gate_up_E2FD.unbind(), down_EDF.unbind()
+        buffers = walk.scratch(x_ND, D, F, D)
+        for block in walk.blocks:
+            row, pre = walk.row_P[block.part], pre_P2F[block.part]
+            x, hidden, y = (b[: len(row)] for b in buffers)
+            torch.index_select(source, 0, row, out=x)
+            for e, x_e, pre_e in block.split(x, pre):
+                torch.mm(x_e, gate_up_E[e].t(), out=pre_e)
             aten.silu.out(pre[:, :F], out=hidden)
-            hidden.mul_(pre[:, F:])
-            hidden[:n].mul_(gate_R1[part])
-            torch.mm(hidden, down_EDF[e].t(), out=y)
-            y_ND.index_add_(0, row, y[:n].to(wide))
-        ctx.save_for_backward(x_ND, gate_NK, gate_up_E2FD, down_EDF, pre_R2F)
-        ctx.rows, ctx.slots = rows, slots
-        return y_ND.to(x_ND.dtype)
+            hidden.mul_(pre[:, F:]).mul_(gate_P1[block.part])
+            for e, hidden_e, y_e in block.split(hidden, y):
+                torch.mm(hidden_e, down_E[e].t(), out=y_e)
+            y_ND.index_add_(0, row, y.to(wide))
+        ctx.save_for_backward(x_ND, gate_NK, gate_up_E2FD, down_EDF, pre_P2F, walk.row_P, walk.slot_P)
+        ctx.walk, ctx.rows, ctx.slots = walk, rows, slots
+        return y_ND[:N].to(x_ND.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_ND):
-        x_ND, gate_NK, gate_up_E2FD, down_EDF, pre_R2F = ctx.saved_tensors
-        rows, (slot_up, slot_down) = ctx.rows, ctx.slots
-        need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
-        walk = Walk(rows, x_ND)
-        (_, D, F), wide = down_EDF.shape, torch.promote_types(x_ND.dtype, torch.float32)
-        dy_ND = dy_ND.contiguous()
-        gate_R1 = gate_NK.reshape(-1, 1)[rows.slot_R].to(x_ND.dtype)
-        dgate_R = gate_NK.new_empty(rows.rows, dtype=wide)
-        dx_ND = torch.zeros_like(x_ND, dtype=wide) if need_x else None
-        write_up = Writer(gate_up_E2FD, slot_up) if need_up else None
-        write_down = Writer(down_EDF, slot_down) if need_down else None
-        xs, dys, acts, hs, dhs, dpres = walk.scratch(D, D, F, F, F, 2 * F)
-        for e, part, padded in walk.steps:
-            row, pre = rows.row_R[part], pre_R2F[padded]
-            n, tall = row.shape[0], pre.shape[0]
-            x, dy, act, hidden, dhidden, dpre = (s[:tall] for s in (xs, dys, acts, hs, dhs, dpres))
-            gate, up, g = pre[:, :F], pre[:, F:], gate_R1[part]
-            gather(dy_ND, row, dy)
-            aten.silu.out(gate, out=act)
-            torch.mul(act, up, out=hidden)
-            torch.mm(dy, down_EDF[e], out=dhidden)
-            torch.sum(torch.mul(dhidden[:n], hidden[:n], out=dpre[:n, :F]), -1, dtype=wide, out=dgate_R[part])
+        x_ND, gate_NK, gate_up_E2FD, down_EDF, pre_P2F, row_P, slot_P = ctx.saved_tensors
+        walk, (slot_up, slot_down), need = ctx.walk, ctx.slots, ctx.needs_input_grad
+        (N, D), F = x_ND.shape, down_EDF.shape[2]
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        source, dsource, gate_P1 = walk.source(x_ND), walk.source(dy_ND), walk.gates(gate_NK, x_ND.dtype)
+        dgate_P = x_ND.new_empty(walk.total, dtype=wide)
+        dx_ND = x_ND.new_zeros(source.shape, dtype=wide) if need[0] else None
+        write_up = Writer(gate_up_E2FD, slot_up) if need[2] else None
+        write_down = Writer(down_EDF, slot_down) if need[3] else None
+        gate_up_E, down_E = gate_up_E2FD.unbind(), down_EDF.unbind()
+        buffers = walk.scratch(x_ND, D, D, F, F, F, 2 * F)
+        for block in walk.blocks:
+            row, pre, gate = row_P[block.part], pre_P2F[block.part], gate_P1[block.part]
+            x, dy, act, hidden, dhidden, dpre = (b[: len(row)] for b in buffers)
+            g, u, dg, du = pre[:, :F], pre[:, F:], dpre[:, :F], dpre[:, F:]
+            torch.index_select(dsource, 0, row, out=dy)
+            aten.silu.out(g, out=act)
+            torch.mul(act, u, out=hidden)
+            for e, dy_e, dhidden_e in block.split(dy, dhidden):
+                torch.mm(dy_e, down_E[e], out=dhidden_e)
+            torch.sum(torch.mul(dhidden, hidden, out=dg), -1, dtype=wide, out=dgate_P[block.part])
             if write_down is not None:
-                hidden[:n].mul_(g)
-                write_down(e, dy.t(), hidden)
+                hidden.mul_(gate)
+                for e, dy_e, hidden_e in block.split(dy, hidden):
+                    write_down(e, dy_e.t(), hidden_e)
             if write_up is None and dx_ND is None:
                 continue
-            dhidden[:n].mul_(g)
-            torch.mul(dhidden, act, out=dpre[:, F:])
-            aten.silu_backward.grad_input(dhidden.mul_(up), gate, grad_input=dpre[:, :F])
+            torch.mul(dhidden.mul_(gate), act, out=du)
+            aten.silu_backward.grad_input(dhidden.mul_(u), g, grad_input=dg)
             if write_up is not None:
-                gather(x_ND, row, x)
-                write_up(e, dpre.t(), x)
+                torch.index_select(source, 0, row, out=x)
+                for e, dpre_e, x_e in block.split(dpre, x):
+                    write_up(e, dpre_e.t(), x_e)
             if dx_ND is not None:
-                torch.mm(dpre, gate_up_E2FD[e], out=dy)  # dy is not needed any more
-                dx_ND.index_add_(0, row, dy[:n].to(wide))
-        grads = [None if w is None else w.close(rows) for w in (write_up, write_down)]
-        dgate_NK = None
-        if need_gate:
-            dgate_NK = torch.zeros_like(gate_NK)  # choices without a row have no gradient
-            dgate_NK.view(-1)[rows.slot_R] = dgate_R.to(gate_NK.dtype)
-        return (None if dx_ND is None else dx_ND.to(x_ND.dtype)), dgate_NK, *grads, None, None
+                for e, dpre_e, dx_e in block.split(dpre, dy):  # into dy: it is not needed any more
+                    torch.mm(dpre_e, gate_up_E[e], out=dx_e)
+                dx_ND.index_add_(0, row, dy.to(wide))
+        grads = [None if w is None else w.close(ctx.rows) for w in (write_up, write_down)]
+        dx_ND = None if dx_ND is None else dx_ND[:N].to(x_ND.dtype)
+        if not need[1]:
+            return dx_ND, None, *grads, None, None
+        dgate = gate_NK.new_zeros(gate_NK.numel() + 1)  # choices without a row have no gradient; the last is padding's
+        dgate[slot_P] = dgate_P.to(gate_NK.dtype)
+        return dx_ND, dgate[:-1].view_as(gate_NK), *grads, None, None
 
 
 class Writer:
@@ -135,13 +176,14 @@ class Writer:
 
     def __init__(self, weight: Tensor, slot: Any):
         self.slot = slot
-        self.target = torch.empty_like(weight) if slot is None else slot.view
+        target = torch.empty_like(weight) if slot is None else slot.view
+        self.gradient, self.target_E = target, target.unbind()
         self.add = slot is not None and slot.filled
-        self.product = weight.new_empty(weight.shape[1:]) if self.target.dtype != weight.dtype else None
+        self.product = weight.new_empty(weight.shape[1:]) if target.dtype != weight.dtype else None
 
     def __call__(self, expert: int, left: Tensor, right: Tensor) -> None:
         """target[expert] (+)= left @ right."""
-        target = self.target[expert]
+        target = self.target_E[expert]
         if self.product is not None:
             torch.mm(left, right, out=self.product)
             target.add_(self.product) if self.add else target.copy_(self.product)
@@ -153,11 +195,11 @@ class Writer:
     def close(self, rows: Sorted) -> Tensor | None:
         """Zero for experts without rows; returns the gradient that autograd gets (None when a slot has it)."""
         if not self.add:
-            for e, (start, stop) in enumerate(rows.bounds):
+            for target, (start, stop) in zip(self.target_E, rows.bounds):
                 if start == stop:
-                    self.target[e].zero_()
+                    target.zero_()
         if self.slot is None:
-            return self.target
+            return self.gradient
         self.slot.filled = True
         return None
 
