@@ -35,11 +35,7 @@ SIDE_BY_SIDE = (
 
 
 def write_report(
-    run_folder: str | Path,
-    *,
-    scores: Mapping[str, Any] | None = None,
-    readings: Any = None,
-    interactive: bool = False,
+    run_folder: str | Path, *, scores: Mapping[str, Any] | None = None, readings: Any = None, interactive: bool = False
 ) -> Path:
     """Write `report.html` into a run folder and return its path.
 
@@ -84,8 +80,9 @@ def write_report(
             missing.append(str(error))
     shut = run.card._repr_html_().replace("<details open>", "<details>") if run.card else "This run has no card."
     page = theme.page(
-        "report.html.jinja", run=run, facts=_facts(card, sums), tiles=_tiles(sums, found, told), short=_short,
-        sections=sections, missing=missing, card=Markup(shut), **_numbers(sums, found, told),
+        "report.html.jinja", run=run, run_card=card, sums=sums, losses=found, scores=told, number=number, short=_short,
+        sections=sections, missing=missing, card=Markup(shut), filename=lambda path: Path(path).name,
+        date=lambda stamp: datetime.fromisoformat(stamp).strftime("%d %B %Y, %H:%M UTC"),
     )  # fmt: skip
     return write_atomic(run.folder / REPORT, page.encode())
 
@@ -149,62 +146,6 @@ def _load(run: Any) -> tuple[Any, ...]:
     return f"{text[:1].upper()}{text[1:]} ({when}).", *figures
 
 
-def _facts(card: dict[str, Any], sums: dict[str, Any]) -> list[str]:
-    base, world, data = card.get("base", {}), card.get("layout", {}).get("world"), card.get("batch", {}).get("data")
-    return [
-        str(card.get("objective", {}).get("name", "")).upper(),
-        f"from {base.get('path') or base.get('preset')}" if base else "",
-        f"on {Path(str(data)).name}" if data else "",
-        f"{world} process{'es' if world != 1 else ''}" if world else "",
-        f"{sums['steps']:,} steps",
-        f"{number(card['seconds'])} s" if card.get("seconds") else "",
-        datetime.fromisoformat(card["started"]).strftime("%d %B %Y, %H:%M UTC") if card.get("started") else "",
-    ]
-
-
-def _tiles(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> list[tuple[Any, ...]]:
-    """What, value before (if any), value, what more there is to say."""
-    tiles = []
-    loss = found.get("loss/sft") or found.get("loss/total")
-    if loss:
-        tiles.append(("loss", loss["first"], loss["last"], "nats a token, first and last step"))
-    for task, (before, after) in list(told.items())[:1]:
-        tiles.append(("score" if task == "score" else f"score, {task}", before, after, "before and after"))
-    rates = sums.get("rates over the run")
-    if rates:
-        tiles.append(
-            ("supervised tokens/s", None, rates["supervised tokens/s"], f"of {rates['tokens/s']:,.0f} tokens/s")
-        )
-    rows, per = sums["routed rows"], sums["per supervised token"]["rows dispatched"]
-    if per:
-        share = f"{100 * rows.get('supervised', 0) / rows['dispatched']:.0f} % of rows are supervised"
-        tiles.append(("rows / supervised token", None, per, share))
-    return tiles
-
-
-def _short(value: float | None) -> str:
-    return f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)
-
-
-def _numbers(sums: dict[str, Any], found: dict[str, Any], told: Scores) -> dict[str, list[tuple[str, ...]]]:
-    """Rows of the small tables."""
-    positions, routed, per = sums["positions"], sums["routed rows"], sums["per supervised token"]
-    rows = [(c, f"{positions[c]:,}", f"{routed.get(c, 0):,}", number(per[f"rows of {c} positions"])) for c in CLASSES]
-    rows.append(
-        ("total", f"{positions['total']:,}", f"{routed.get('dispatched', 0):,}", number(per["rows dispatched"]))
-    )
-    other = {n: routed[n] for n in ("elided", "dropped", "shared", "backward") if n in routed}
-    other |= {"skipped steps": sums["skipped steps"]} if "skipped steps" in sums else {}
-    change = lambda before, after: (f"{number(before)} → " if before is not None else "") + number(after)
-    return {
-        "rates": [(k, f"{v:,.1f}") for k, v in sums.get("rates over the run", {}).items()],
-        "change": [(n, change(v["first"], v["last"])) for n, v in found.items()],
-        "scores": [(task, change(*pair)) for task, pair in told.items()],
-        "classes": rows,
-        "other": [(n, f"{count:,}") for n, count in other.items()],
-    }
-
-
 def _scores(scores: Any) -> Scores:
     """Task -> (before, after) from (before, after), {"before": ..., "after": ...} or one number for each task."""
     if not isinstance(scores, Mapping):
@@ -214,3 +155,7 @@ def _scores(scores: Any) -> Scores:
     pair = lambda v: (v.get("before"), v.get("after")) if isinstance(v, Mapping) else (
         tuple(v) if isinstance(v, (list, tuple)) else (None, v))  # fmt: skip
     return {str(task): pair(value) for task, value in scores.items()}
+
+
+def _short(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None and 0.01 <= abs(value) < 100 else number(value)

@@ -56,8 +56,7 @@ class Shown:
         documents: documents in the chosen rows.
         misplaced: supervised positions whose label is not the next token of their document.
         rows: the drawn rows.
-        drawn, meaning, warning: what is said above them.
-        legend: class -> its share and its meaning.
+        drawn, warning: what is said above them.
     """
 
     counts: dict[str, int]
@@ -65,12 +64,16 @@ class Shown:
     misplaced: int
     rows: dict[int, Row]
     drawn: str
-    meaning: str
     warning: str
-    legend: dict[str, tuple[str, str]]
+
+    @property
+    def legend(self) -> dict[str, tuple[str, str]]:
+        """Class -> its share and its meaning."""
+        whole = max(sum(self.counts.values()), 1)
+        return {n: (f"{c:,} ({100 * c / whole:.0f} %)", CLASS_MEANING[n]) for n, c in self.counts.items()}
 
     def __repr__(self) -> str:
-        lines = [self.drawn, self.meaning]
+        lines = [self.drawn, MEANING]
         lines += [f"  {SIGN[n].format(n):<13}{share:>16}  {words}" for n, (share, words) in self.legend.items()]
         lines += [f"WARNING: {self.warning}"] if self.warning else []
         for number, row in self.rows.items():
@@ -80,15 +83,11 @@ class Shown:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return page("show.html.jinja", shown=self)
+        return page("show.html.jinja", shown=self, meaning=MEANING)
 
 
 def show(
-    batch: Batch,
-    tokenizer: Any = None,
-    rows: Sequence[int] | None = None,
-    max_rows: int = 8,
-    max_positions: int = 1024,
+    batch: Batch, tokenizer: Any = None, rows: Sequence[int] | None = None, max_rows: int = 8, max_positions: int = 1024
 ) -> Shown:
     """Draw rows of a batch as coloured tokens, with the documents' boundaries and what they share.
 
@@ -129,21 +128,20 @@ def show(
     drawn = {}
     for i, row in enumerate(chosen[:max_rows]):
         target = np.where(labelled_BT[i], labels_BT[i], -1)
-        pieces = _pieces(ids_BT[i], target, kinds_BT[i], segment_BT[i], parent_BT[i], text, max_positions)
+        row_T = (ids_BT[i], target, kinds_BT[i], segment_BT[i], parent_BT[i])
+        pieces = _pieces(row_T, text, max_positions)
         real = int(np.flatnonzero(segment_BT[i] >= 0).max(initial=-1)) + 1
         drawn[row] = Row(pieces, _facts(kinds_BT[i], segment_BT[i], parent_BT[i]), max(0, real - max_positions))
     part = f"{len(drawn)} of {len(chosen)} rows drawn" if len(drawn) < len(chosen) else _many(len(chosen), "row")
-    whole = max(sum(counts.values()), 1)
-    return Shown(
-        counts,
-        documents,
-        int(misplaced_BT.sum()),
-        drawn,
-        f"{part} × {batch.length} positions, {_many(documents, 'document')}",
-        MEANING,
-        _warning(misplaced_BT, chosen),
-        {n: (f"{c:,} ({100 * c / whole:.0f} %)", CLASS_MEANING[n]) for n, c in counts.items()},
-    )
+    said = f"{part} × {batch.length} positions, {_many(documents, 'document')}"
+    warning, misplaced = "", int(misplaced_BT.sum())
+    if misplaced:
+        i, t = np.argwhere(misplaced_BT)[0]
+        warning = (
+            f"{misplaced:,} label{'s are' if misplaced > 1 else ' is'} not the next token of the document (first: row "
+            f"{chosen[i]}, position {t}). Labels are shifted exactly once: labels[t] is the target of position t"
+        )
+    return Shown(counts, documents, misplaced, drawn, said, warning)
 
 
 def _next(segment: np.ndarray) -> np.ndarray:
@@ -155,18 +153,9 @@ def _next(segment: np.ndarray) -> np.ndarray:
     return out
 
 
-def _pieces(
-    ids: np.ndarray,
-    target: np.ndarray,
-    kinds: np.ndarray,
-    segment: np.ndarray,
-    parent: np.ndarray,
-    text: Callable[[int], str],
-    most: int,
-) -> tuple[Piece, ...]:
-    out: list[Piece] = []
-    seen: set[int] = set()
-    last = -1
+def _pieces(row: Sequence[np.ndarray], text: Callable[[int], str], most: int) -> tuple[Piece, ...]:
+    ids, target, kinds, segment, parent = row
+    out, seen, last = [], set(), -1
     cut = (np.flatnonzero((np.diff(kinds) != 0) | (np.diff(segment) != 0)) + 1).tolist()
     for start, end in zip([0, *cut], [*cut, len(ids)]):
         here, above, kind = int(segment[start]), int(parent[start]), CLASSES[kinds[start]]
@@ -197,17 +186,6 @@ def _facts(kinds: np.ndarray, segment: np.ndarray, parent: np.ndarray) -> str:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _warning(misplaced_BT: np.ndarray, chosen: list[int]) -> str:
-    if not misplaced_BT.any():
-        return ""
-    i, t = np.argwhere(misplaced_BT)[0].tolist()
-    count = int(misplaced_BT.sum())
-    return (
-        f"{count:,} label{'s are' if count > 1 else ' is'} not the next token of the document (first: row {chosen[i]}, "
-        f"position {t}). Labels are shifted exactly once: labels[t] is the target of position t"
-    )
 
 
 def _decoder(tokenizer: Any) -> Callable[[int], str]:

@@ -127,9 +127,10 @@ def page(name: str, **values: Any) -> str:
 
 @cache
 def _templates() -> Any:
-    from jinja2 import Environment, FileSystemLoader
+    from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
-    return Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    where = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=where, autoescape=True, trim_blocks=True, undefined=ChainableUndefined)
 
 
 def tint(colour: str, share: float) -> str:
