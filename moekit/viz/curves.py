@@ -37,9 +37,7 @@ def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, column
     panels = panels or DEFAULT
     data = [pick(source, *names(panel)) for panel in panels]
     subtitle = f"bold: mean of {smooth} steps; thin: every step" if smooth > 1 else ""
-    fig = empty(panels, title=title, subtitle=subtitle, smooth=smooth, columns=columns)
-    fill(fig, panels, data, smooth)
-    return fig
+    return draw(panels, data, title=title, subtitle=subtitle, smooth=smooth, columns=columns)
 
 
 def names(panel: Panel) -> tuple[str, ...]:
@@ -47,85 +45,69 @@ def names(panel: Panel) -> tuple[str, ...]:
     return (panel,) if isinstance(panel, str) else tuple(panel)
 
 
-def empty(
-    panels: Sequence[Panel], *, title: str = "", subtitle: str = "", smooth: int = 1, columns: int | None = None
-) -> Figure:
-    """The figure of `curves` without data; `fill` puts data in, as often as wanted."""
+def draw(
+    panels: Sequence[Panel], data: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]], *, title: str, subtitle: str,
+    smooth: int = 1, columns: int | None = None,
+) -> Figure:  # fmt: skip
+    """The figure of `curves` from steps and values of each panel, thinned to about `POINTS`; metrics may be missing."""
     wide = columns or (2 if len(panels) == 4 else min(3, len(panels)))
     high = math.ceil(len(panels) / wide)
     top = 44 + 48 * bool(title) + 26 * bool(title and subtitle)
     each = {1: 230, 2: 170}.get(wide, 150)
     inner = high * each + (high - 1) * GAP_Y
-    margin = {"t": top, "l": 56, "b": BELOW, "r": 24}
-    fig = figure(title, subtitle, height=top + inner + BELOW, margin=margin)
+    fig = figure(title, subtitle, height=top + inner + BELOW, margin={"t": top, "l": 56, "b": BELOW, "r": 24})
     share = (1 - GAP_X * (wide - 1)) / wide
-    for i, panel in enumerate(panels):
+    for i, (panel, (step, found)) in enumerate(zip(panels, data)):
         row, column = divmod(i, wide)
         suffix = str(i + 1) if i else ""
-        left, bottom = column * (share + GAP_X), 1 - (row * (each + GAP_Y) + each) / inner
+        left, bottom = column * (share + GAP_X), max(1 - (row * (each + GAP_Y) + each) / inner, 0.0)
         x = {"domain": [left, left + share], "anchor": f"y{suffix}", "nticks": 8 if wide == 1 else 5}
-        y = {"domain": [max(bottom, 0.0), bottom + each / inner], "anchor": f"x{suffix}", "nticks": 5}
         x["title"] = "step" if i + wide >= len(panels) else None
+        y = {"domain": [bottom, bottom + each / inner], "anchor": f"x{suffix}", "nticks": 5}
         fig.update_layout({f"xaxis{suffix}": x, f"yaxis{suffix}": y})
         for k, name in enumerate(names(panel)):
             colour = CLASS.get(name.split("/")[-1], SERIES[k % len(SERIES)])
-            look = {"mode": "lines", "xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
-            if smooth > 1:
-                thin_line = {"color": tint(colour, 0.3), "width": 1}
-                fig.add_scatter(name=f"{name}, every step", hoverinfo="skip", line=thin_line, **look)
-            label = name if smooth == 1 else f"{name}, mean of {smooth}"
-            fig.add_scatter(name=label, line={"color": colour, "width": 2}, **look)
-        head(fig, i, names(panel), {})
+            _line(fig, suffix, name, colour, step, found.get(name, np.full(len(step), np.nan)), smooth)
+        _head(fig, names(panel), found, left, bottom + each / inner)
     return fig
 
 
-def head(fig: Figure, index: int, metrics: Sequence[str], last: dict[str, float]) -> None:
-    """Write (or rewrite) the heading of a panel: name and unit, then each line's last value in its colour."""
-    suffix = str(index + 1) if index else ""
-    left, top = fig.layout[f"xaxis{suffix}"].domain[0], fig.layout[f"yaxis{suffix}"].domain[1]
+def _line(
+    fig: Figure, suffix: str, name: str, colour: str, step: np.ndarray, value: np.ndarray, smooth: int
+) -> None:  # fmt: skip
+    import pandas as pd
+
+    known = np.flatnonzero(~np.isnan(value))
+    sparse = len(known) < max(2, 0.5 * len(value))  # recorded now and then: points, and no mean over them
+    keep = known if sparse else thin(value)
+    axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
+    if smooth > 1:
+        raw, look = keep[: 0 if sparse else None], {"color": tint(colour, 0.3), "width": 1}
+        fig.add_scatter(x=step[raw].tolist(), y=_gaps(value[raw]), name=f"{name}, every step", mode="lines",
+                        hoverinfo="skip", line=look, **axes)  # fmt: skip
+        if not sparse:
+            value = pd.Series(value).rolling(smooth, center=True, min_periods=1).mean().to_numpy()
+        name = f"{name}, mean of {smooth}"
+    fig.add_scatter(x=step[keep].tolist(), y=_gaps(value[keep]), name=name, mode="lines+markers" if sparse else "lines",
+                    line={"color": colour, "width": 2}, **axes)  # fmt: skip
+
+
+def _head(fig: Figure, metrics: Sequence[str], found: dict[str, np.ndarray], left: float, top: float) -> None:
+    """The heading of a panel: name and unit, then each line's last value in its colour."""
     groups, one = {name.split("/")[0] for name in metrics}, len(metrics) == 1
     group = metrics[0].split("/")[0]
     what = metrics[0] if one else group if len(groups) == 1 else ""
-    parts = [(", ".join(filter(None, (what, UNITS.get(group)))), MUTED, SIZE["tick"], (0, 24))]
+    words = ", ".join(filter(None, (what, UNITS.get(group))))
+    note(fig, words, left, top, stand="left bottom", shift=(0, 24), colour=MUTED, size=SIZE["tick"])
     at = 0.0
     for k, name in enumerate(metrics):
         words = "" if one else name.split("/", 1)[-1] if len(groups) == 1 else name
-        text = f"{words}  {number(last[name])}".strip() if name in last else words
+        known = found[name][~np.isnan(found[name])] if name in found else []
+        text = f"{words}  {number(float(known[-1]))}".strip() if len(known) else words
         ink = CLASS_TEXT.get(name.split("/")[-1], INK if one else SERIES[k % len(SERIES)])
-        parts.append((f"<b>{text}</b>", ink, 16 if one else SIZE["label"], (at, 5)))
+        size = 16 if one else SIZE["label"]
+        note(fig, f"<b>{text}</b>", left, top, stand="left bottom", shift=(at, 5), colour=ink, size=size)
         at += 8.4 * len(text) + 18
-    for k, (text, ink, size, shift) in enumerate(parts):
-        known = [n for n in fig.layout.annotations if n.name == f"{index}/{k}"]
-        if known:
-            known[0].update(text=text, xshift=shift[0])
-        else:
-            note(fig, text, left, top, stand="left bottom", shift=shift, colour=ink, size=size, name=f"{index}/{k}")
-
-
-def fill(
-    fig: Figure, panels: Sequence[Panel], data: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]], smooth: int = 1
-) -> None:
-    """Put steps and values into a figure of `empty`, thinned to about `POINTS`, with the exact last value written."""
-    import pandas as pd
-
-    traces = iter(fig.data)
-    for i, (panel, (step, found)) in enumerate(zip(panels, data)):
-        last = {}
-        for name in names(panel):
-            value = found.get(name, np.full(len(step), np.nan))
-            known = value[~np.isnan(value)]
-            if len(known):
-                last[name] = float(known[-1])
-            sparse = len(known) < max(2, 0.5 * len(value))  # recorded now and then: points, and no mean over them
-            keep = np.flatnonzero(~np.isnan(value)) if sparse else thin(value)
-            if smooth > 1:
-                _put(next(traces), step, value, keep[: 0 if sparse else None])
-                mean = pd.Series(value).rolling(smooth, center=True, min_periods=1).mean()
-                value = value if sparse else mean.to_numpy()
-            line = next(traces)
-            _put(line, step, value, keep)
-            line.mode = "lines+markers" if sparse else "lines"
-        head(fig, i, names(panel), last)
 
 
 def thin(values: np.ndarray, most: int = POINTS) -> np.ndarray:
@@ -142,5 +124,5 @@ def thin(values: np.ndarray, most: int = POINTS) -> np.ndarray:
     return np.unique([0, *low, *high, len(values) - 1])
 
 
-def _put(trace: Any, step: np.ndarray, value: np.ndarray, keep: np.ndarray) -> None:
-    trace.x, trace.y = step[keep].tolist(), [v if math.isfinite(v) else None for v in value[keep].tolist()]
+def _gaps(values: np.ndarray) -> list[float | None]:
+    return [v if math.isfinite(v) else None for v in values.tolist()]

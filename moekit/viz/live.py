@@ -68,7 +68,7 @@ class Live:
         self._data = Follower(folder, {name for panel in panels for name in curves.names(panel)})
         self._handle: Any = None
         self._stop = threading.Event()
-        self.figure: Figure = curves.empty(panels, title=folder.name, subtitle=" ")
+        self.figure: Figure = self._draw(" ")
         if place() == "notebook":
             try:
                 self.figure = need("plotly.graph_objects", "a live figure").FigureWidget(self.figure)
@@ -110,7 +110,7 @@ class Live:
                 self._over = self._look(last=self._stop.is_set())
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: kept for wait(), and said in the figure
             self.error = error
-            self._headline(f"stopped following: {error}")
+            self.figure.layout.title.text = headline(self.folder.name, f"stopped following: {error}")
         self._stop.set()
         if self._handle is not None:
             put(self._handle, bundle(self.figure))  # from now on an ordinary figure with its static twin
@@ -120,17 +120,20 @@ class Live:
         state = self._state()  # before reading: what was written before the end is then surely read
         over = last or state not in ("starting", "running")
         if self._data.read() or over or not self.redraws:
-            with self.figure.batch_update():
-                curves.fill(self.figure, self.panels, [self._data.pick(curves.names(p)) for p in self.panels])
             steps = f" · step {self._data.steps[-1]}" if self._data.steps else " · no step recorded yet"
-            self._headline(("closed" if last and state == "running" else state) + steps)
+            now = self._draw(("closed" if last and state == "running" else state) + steps)
+            with self.figure.batch_update():  # axes stay as the reader has turned them
+                for line, new in zip(self.figure.data, now.data):
+                    line.update(x=new.x, y=new.y, mode=new.mode)
+                self.figure.layout.update(title=now.layout.title, annotations=now.layout.annotations)
             self.redraws += 1
             if self.note and self._handle is not None and not over:
                 put(self._handle, bundle(self.figure, interactive=False))
         return over
 
-    def _headline(self, text: str) -> None:
-        self.figure.layout.title.text = headline(self.folder.name, text)
+    def _draw(self, subtitle: str) -> Figure:
+        data = [self._data.pick(curves.names(panel)) for panel in self.panels]
+        return curves.draw(self.panels, data, title=self.folder.name, subtitle=subtitle)
 
     def _ipython_display_(self) -> None:
         if place() != "notebook":

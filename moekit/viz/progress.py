@@ -143,9 +143,9 @@ class Progress:
 
     def _html(self, text: str) -> str:
         share = 100 * min(self.done / self.total, 1.0) if self.total else 0.0
-        line = "display:inline-block;height:8px;border-radius:4px;"
-        full = f"<span style='{line}width:{share:.1f}%;background:{CLASS['supervised']};vertical-align:top'></span>"
-        bar = f"<span style='{line}width:160px;background:{MUTED}33;margin-right:10px;line-height:8px'>{full}</span>"
+        line = "display:inline-block;height:8px;border-radius:4px;vertical-align:middle;"
+        full = f"<span style='{line}width:{share:.1f}%;background:{CLASS['supervised']}'></span>"
+        bar = f"<span style='{line}width:160px;background:{MUTED}33;margin-right:10px;line-height:5px'>{full}</span>"
         return f"<div style='font-variant-numeric:tabular-nums'>{bar if self.total else ''}{html.escape(text)}</div>"
 
 

@@ -35,7 +35,7 @@ def text(fig: Figure, rows: int = 12) -> str:
         wider = table.rename(columns=" {}".format).map(" {}".format)  # two spaces between columns
         blocks.append(textwrap.dedent(wider.to_string(index=False)) + (f"\n{note}" if note else ""))
     head = [_words(part) for part in heading(fig) if part.strip()]
-    return "\n".join([*head, "\n\n".join(blocks)]).strip() or "empty figure"
+    return "\n".join([*head, "\n\n".join(blocks)]).strip() or "a figure without numbers to list"
 
 
 def to_html(fig: Figure, rows: int = 12) -> str:

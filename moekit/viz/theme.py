@@ -103,12 +103,7 @@ def headline(title: str, subtitle: str = "") -> str:
 
 
 def heading(fig: Figure) -> tuple[str, str]:
-    """Title and subtitle of a figure, the inverse of `headline`; of a figure of plotly's own making too.
-
-    >>> import plotly.graph_objects as go
-    >>> heading(go.Figure(layout={"title": {"text": headline("Loss", "every step")}}))
-    ('Loss', 'every step')
-    """
+    """Title and subtitle of a figure, the inverse of `headline`; of a figure of plotly's own making too."""
     title, _, subtitle = (fig.layout.title.text or "").partition("<br>")
     return title, re.sub(r"<[^>]+>", "", subtitle) or fig.layout.title.subtitle.text or ""
 
@@ -174,23 +169,14 @@ def spread(at: Sequence[float], gap: float, low: float, high: float) -> list[flo
 
 
 def note(
-    fig: Figure,
-    text: str,
-    x: Any,
-    y: Any,
-    *,
-    axes: tuple[str, str] = ("paper", "paper"),
-    stand: str = "left middle",
-    shift: tuple[float, float] = (0, 0),
-    colour: str = INK,
-    size: float = SIZE["label"],
-    name: str | None = None,
-) -> None:
+    fig: Figure, text: str, x: Any, y: Any, *, axes: tuple[str, str] = ("paper", "paper"), stand: str = "left middle",
+    shift: tuple[float, float] = (0, 0), colour: str = INK, size: float = SIZE["label"],
+) -> None:  # fmt: skip
     """Write a text at a place: `stand` says which of its edges is there, `shift` moves it right and up by pixels."""
     side, level = stand.split()
     at = {"x": x, "y": y, "xref": axes[0], "yref": axes[1], "xshift": shift[0], "yshift": shift[1]}
     look = {"xanchor": side, "yanchor": level, "align": "left", "font": {"color": colour, "size": size}}
-    fig.add_annotation(text=text, showarrow=False, name=name, **at, **look)
+    fig.add_annotation(text=text, showarrow=False, **at, **look)
 
 
 def end_labels(
@@ -200,8 +186,7 @@ def end_labels(
 
     Args:
         labels: (height in data units, text, colour).
-        low, high: range of the panel's y axis (not logarithmic).
-        axis: suffix of the panel's axes, "" or "2", "3", ...
+        low, high: range of the panel's y axis (not logarithmic); axis: its suffix, "" or "2", "3", ...
         x: right edge of the panel, in paper units.
     """
     bottom, top = getattr(fig.layout, f"yaxis{axis}").domain or (0.0, 1.0)

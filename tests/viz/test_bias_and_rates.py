@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moekit.errors import DataError
-from moekit.viz import bias, rates, static, theme
+from moekit.viz import bias, masking, static, theme
 
 
 @dataclass
@@ -26,11 +26,11 @@ class Reading:
 
 def test_two_rates_joins_points_and_draws_rows_per_supervised_token() -> None:
     points = {
-        ("padded", "none"): {rates.ROUTED: [900, 1000, 5000], rates.USEFUL: [10, 10, 10]},  # the median step counts
-        ("padded", "padding"): {rates.ROUTED: 800, rates.USEFUL: 40},
-        ("packed", "none"): {rates.ROUTED: 900, rates.USEFUL: 45},
+        ("padded", "none"): {masking.ROUTED: [900, 1000, 5000], masking.USEFUL: [10, 10, 10]},  # the median step counts
+        ("padded", "padding"): {masking.ROUTED: 800, masking.USEFUL: 40},
+        ("packed", "none"): {masking.ROUTED: 900, masking.USEFUL: 45},
     }
-    fig = rates.two_rates(points)
+    fig = masking.two_rates(points)
     padded, packed = fig.data
     assert (list(padded.x), list(padded.y)) == ([1000, 800], [10, 40]) and list(packed.x) == [900]
     assert padded.marker.color == (theme.tint(theme.SERIES[0], 0.35), theme.tint(theme.SERIES[0], 1.0))
@@ -40,9 +40,9 @@ def test_two_rates_joins_points_and_draws_rows_per_supervised_token() -> None:
     assert {"20 rows each", "100 rows each", "<b>padded</b> 40", "<b>packed</b> 45"} <= set(words)
     assert static.render(fig)[:4] == b"\x89PNG"
     with pytest.raises(DataError, match="packed · none has no metric rate/routed_rows_s"):
-        rates.two_rates({("packed", "none"): {rates.USEFUL: 1}})
+        masking.two_rates({("packed", "none"): {masking.USEFUL: 1}})
     with pytest.raises(DataError, match="must be positive"):
-        rates.two_rates({("packed", "none"): {rates.USEFUL: 0, rates.ROUTED: 5}})
+        masking.two_rates({("packed", "none"): {masking.USEFUL: 0, masking.ROUTED: 5}})
 
 
 def test_weights_are_shown_against_the_exact_ones_in_order_of_labels() -> None:
