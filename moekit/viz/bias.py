@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from .routing import ratio_map
 from .theme import MUTED, SERIES, Figure, end_labels, figure, note
 
 REACH = 3  # the colour scale ends at 2^-3 and 2^3 times the exact weight
+PALETTE = (*SERIES, MUTED)
 FLOOR = 1e-7  # a smaller 1 - cosine is drawn here: rounding
 
 
@@ -84,7 +86,7 @@ def across_cuts(
         ("2", (0.0, 0.42), "1 − cosine to the exact one", lambda r: max(1 - r.cosine, FLOOR)),
     )
     ends: dict[str, list[tuple[float, str, str]]] = {"": [], "2": []}
-    for colour, (mode, by_cut) in zip(_palette(len(table)), table.items()):
+    for colour, (mode, by_cut) in zip(cycle(PALETTE), table.items()):
         for suffix, _, _, value in panels:
             values = [value(by_cut[cut]) if cut in by_cut else None for cut in cuts]
             fig.add_scatter(x=cuts, y=values, name=mode, mode="lines+markers", line={"color": colour, "width": 2},
@@ -125,7 +127,7 @@ def filter_bias(
         raise DataError("no readings to draw; give row length T -> readings with 0, 1, 2, ... removed instances")
     fig = figure(title, subtitle, height=380, margin={"r": 120})
     labels = []
-    for colour, (length, series) in zip(_palette(len(readings)), readings.items()):
+    for colour, (length, series) in zip(cycle(PALETTE), readings.items()):
         x = [r.removed for r in series]
         formula = [r.supervised / (r.supervised + r.removed * (length - 1)) for r in series]
         measured = [r.loss / r.exact_loss for r in series]
@@ -138,7 +140,3 @@ def filter_bias(
     fig.update_yaxes(title="reported loss / exact loss", range=[0, 1.06])
     end_labels(fig, labels, 0.0, 1.06)
     return fig
-
-
-def _palette(count: int) -> list[str]:
-    return [(*SERIES, MUTED)[i % (len(SERIES) + 1)] for i in range(count)]

@@ -109,8 +109,7 @@ class Lab:
         self.value = {name: options[0] for name, options in self.controls.items()}
         self.sliders: dict[str, Any] = {}
         self._known: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
-        self._widget: Any = None
-        self._handle: Any = None
+        self._widget, self._handle = None, None
 
     @property
     def readings(self) -> dict[str, dict[str, float]]:
@@ -140,9 +139,8 @@ class Lab:
             if value not in self.controls[name]:
                 raise DataError(f"{name}={value!r} is not one of {', '.join(map(repr, self.controls[name]))}")
         self.value.update(setting)
-        for name, value in setting.items():
-            if name in self.sliders:
-                self.sliders[name].value = value
+        for name in setting.keys() & self.sliders.keys():
+            self.sliders[name].value = setting[name]
         if self._handle is not None:
             self._redraw()
         return self

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import ConfigError
 from ..measure.record import read_records
 from . import curves, series, tables
@@ -120,8 +118,8 @@ class Live:
         state = self._state()  # before reading: what was written before the end is then surely read
         over = last or state not in ("starting", "running")
         if self._data.read() or over or not self.redraws:
-            steps = f" · step {self._data.steps[-1]}" if self._data.steps else " · no step recorded yet"
-            now = self._draw(("closed" if last and state == "running" else state) + steps)
+            step = f"step {max(self._data.rows)}" if self._data.rows else "no step recorded yet"
+            now = self._draw(f"{'closed' if last and state == 'running' else state} · {step}")
             with self.figure.batch_update():  # axes stay as the reader has turned them
                 for line, new in zip(self.figure.data, now.data):
                     line.update(x=new.x, y=new.y, mode=new.mode)
@@ -132,7 +130,8 @@ class Live:
         return over
 
     def _draw(self, subtitle: str) -> Figure:
-        data = [self._data.pick(curves.names(panel)) for panel in self.panels]
+        rows = list(self._data.rows.values())
+        data = [series.pick(rows, *curves.names(panel), optional=True) for panel in self.panels]
         return curves.draw(self.panels, data, title=self.folder.name, subtitle=subtitle)
 
     def _ipython_display_(self) -> None:
@@ -154,28 +153,19 @@ class Live:
 
 
 class Follower:
-    """Some metrics of a run, read piece by piece. Several records of one step are joined."""
+    """Some metrics of a run, read piece by piece: `rows` holds them by step, several records of one step joined."""
 
     def __init__(self, folder: Path, names: set[str]):
         self.path, self.names = folder / "metrics.jsonl", names
-        self._rows: dict[int, dict[str, float]] = {}
+        self.rows: dict[int, dict[str, float]] = {}
         self._offset = 0
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps recorded so far."""
-        return list(self._rows)
 
     def read(self) -> bool:
         """Read what was added; returns whether there was anything."""
         if self._offset and self.path.exists() and self.path.stat().st_size < self._offset:
-            self._rows, self._offset = {}, 0  # resumed from an earlier step
+            self.rows, self._offset = {}, 0  # resumed from an earlier step
         records, self._offset = read_records(self.path, self._offset)
         for record in records:
-            row = self._rows.setdefault(record["step"], {"step": record["step"]})
+            row = self.rows.setdefault(record["step"], {"step": record["step"]})
             row.update({name: record[name] for name in self.names & record.keys()})
         return bool(records)
-
-    def pick(self, names: tuple[str, ...]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Steps and columns; a metric that was never recorded is left out."""
-        return series.pick(list(self._rows.values()), *names, optional=True)

@@ -16,24 +16,9 @@ import numpy as np
 
 from ..data.batch import CLASSES
 from ..errors import DataError
+from . import theme
 from .series import by_class, columns
-from .theme import (
-    CLASS,
-    CLASS_TEXT,
-    GRID,
-    INK,
-    MUTED,
-    SERIES,
-    SIZE,
-    Figure,
-    end_labels,
-    figure,
-    names_axis,
-    note,
-    number,
-    spread,
-    tint,
-)
+from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, Figure, end_labels, figure, names_axis, note, number
 
 BARS = 240  # more steps than this are drawn as means of neighbours
 PANELS = (("rows", "routed rows", 1.0), ("bytes", "saved activations, kB", 1e-3), ("seconds", "time, ms", 1e3))
@@ -129,9 +114,8 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
         suffix = str(index + 1) if index else ""
         axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
         right = left + unit_width * (1 if index else 1.5)
-        layers = (
-            {f"rows/{name}": (name, CLASS[name]) for name in CLASSES} if key == "rows" else {key: (words, SERIES[5])}
-        )
+        classes = {f"rows/{name}": (name, CLASS[name]) for name in CLASSES}
+        layers = classes if key == "rows" else {key: (words, SERIES[5])}
         for layer, (label, colour) in layers.items():
             x = [c[layer] * factor if layer in c else None for c in costs.values()]
             if any(x):
@@ -179,22 +163,24 @@ def two_rates(
     fig = figure(title, how, height=440, margin={"r": 176, "l": 84, "t": 96}, hovermode="closest")
     for slope in _slopes([x / y for x, y in rates.values()]):
         x = min(high_x, slope * high_y)
-        fig.add_shape(type="line", x0=0, y0=0, x1=x, y1=x / slope, line={"color": GRID, "width": 1}, layer="below")
+        fig.add_shape(
+            type="line", x0=0, y0=0, x1=x, y1=x / slope, line={"color": theme.GRID, "width": 1}, layer="below"
+        )
         stand, shift = ("center bottom", (0, 0)) if x < high_x else ("left middle", (6, 0))
         note(fig, f"{slope:g} rows each", x, x / slope, axes=("x", "y"), stand=stand, shift=shift, colour=MUTED,
              size=SIZE["tick"])  # fmt: skip
     ends = []
     for colour, name in zip(SERIES, names):
         line = {point: rates[name, point] for point in shown if (name, point) in rates}
-        shades = [tint(colour, share) for share in np.linspace(*SHADE, max(len(line), 2))[-len(line) :]]
+        shades = [theme.tint(colour, share) for share in np.linspace(*SHADE, max(len(line), 2))[-len(line) :]]
         x, y = zip(*line.values())
         fig.add_scatter(x=x, y=y, name=name, mode="lines+markers", text=list(line), cliponaxis=False,
-                        line={"color": tint(colour, 0.5), "width": 1.5}, marker={"size": 12, "color": shades},
+                        line={"color": theme.tint(colour, 0.5), "width": 1.5}, marker={"size": 12, "color": shades},
                         hovertemplate="%{text}: %{y:,.0f} of %{x:,.0f} rows/s")  # fmt: skip
         ends.append((x[-1], y[-1], f"<b>{name}</b> {number(y[-1])}"))
     pixels = fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
     at = [y / high_y * pixels for _, y, _ in ends]
-    for (x, y, words), before, after in zip(ends, at, spread(at, 1.3 * SIZE["label"], 0.0, pixels)):
+    for (x, y, words), before, after in zip(ends, at, theme.spread(at, 1.3 * SIZE["label"], 0.0, pixels)):
         note(fig, words, x, y, axes=("x", "y"), stand="right middle", shift=(-11, after - before))
     fig.update_xaxes(title="routed rows a second", range=[0, high_x])
     fig.update_yaxes(title="supervised tokens a second", range=[0, high_y])
@@ -219,8 +205,6 @@ def _slopes(ratios: list[float]) -> list[float]:
     [10.0, 20.0, 50.0, 100.0]
     """
     low, high = math.floor(math.log10(min(ratios))), math.ceil(math.log10(max(ratios)))
-    round_ones = [float(f"{m}e{e}") for e in range(low, high + 1) for m in (1, 2, 5)]
-    below = max(v for v in round_ones if v <= min(ratios))
-    above = min(v for v in round_ones if v >= max(ratios))
-    inside = [v for v in round_ones if below <= v <= above]
-    return inside[:: math.ceil(len(inside) / 6)]
+    known = np.array([float(f"{m}e{e}") for e in range(low, high + 1) for m in (1, 2, 5)])
+    inside = known[known.searchsorted(min(ratios), "right") - 1 : known.searchsorted(max(ratios)) + 1]
+    return inside[:: math.ceil(len(inside) / 6)].tolist()

@@ -123,10 +123,8 @@ class Panel:
                 mpl.grid(True, color=GRID, linewidth=PX)
         ax.set_axisbelow(True)
         ax.spines[["top", "right", "left"]].set_visible(False)
-        base = self.axis["x"].showline
-        ax.spines["bottom"].set(
-            visible=base is not False and bool(self.defaults.xaxis.showline), color=RULE, linewidth=PX
-        )
+        base = self.axis["x"].showline is not False and bool(self.defaults.xaxis.showline)
+        ax.spines["bottom"].set(visible=base, color=RULE, linewidth=PX)
 
     def _limits(self, name: str) -> list[float]:
         axis, box = self.axis[name], self.ax.dataLim
@@ -160,8 +158,8 @@ class Panel:
                 mpl.set_major_locator(MaxNLocator(most, integer=self.whole[name], steps=[1, 2, 5, 10]))
             mpl.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, max(map(abs, self._limits(name))))))
         mpl.set_minor_locator(NullLocator())
-        mpl.set_tick_params(length=0, pad=5, **{f"label{'bottom' if name == 'x' else 'left'}": axis.showticklabels
-                                                is not False})  # fmt: skip
+        side = "labelbottom" if name == "x" else "labelleft"
+        mpl.set_tick_params(length=0, pad=5, **{side: axis.showticklabels is not False})
         for label in mpl.get_ticklabels():
             label.set(fontproperties=font(axis.tickfont.size or SIZE["tick"]), color=axis.tickfont.color or MUTED)
 

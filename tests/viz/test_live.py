@@ -85,11 +85,11 @@ def test_a_resumed_run_is_read_again_from_its_start(tmp_path: Path) -> None:
     with RunWriter(tmp_path) as writer:
         for step in range(4):
             writer.write(step, {"loss/sft": 1.0})
-    assert follower.read() and follower.steps == [0, 1, 2, 3]
+    assert follower.read() and list(follower.rows) == [0, 1, 2, 3]
     with RunWriter(tmp_path, resume=2) as writer:
         writer.write(2, {"loss/sft": 7.0})
-    assert follower.read() and follower.steps == [0, 1, 2]
-    assert follower.pick(("loss/sft", "lr"))[1]["loss/sft"].tolist() == [1.0, 1.0, 7.0]
+    assert follower.read() and list(follower.rows) == [0, 1, 2]
+    assert [row["loss/sft"] for row in follower.rows.values()] == [1.0, 1.0, 7.0]
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_wait(tmp_path: Path) -> None:
