@@ -60,41 +60,29 @@ class LogPanel:
             for line in whole:
                 self.dropped += len(self._lines) == self._lines.maxlen
                 self._lines.append(line.rsplit("\r", 1)[-1])
-            if whole:
-                self._schedule()
+            if whole and self._handle is not None and self._timer is None:  # shown when an interval has passed
+                wait = max(0.0, self._last + INTERVAL_S - time.monotonic())
+                self._timer = threading.Timer(wait, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
         return len(text)
 
     def flush(self) -> None:
         """Show what is there now."""
         with self._lock:
-            self._show()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            if self._handle is not None:
+                self._last = time.monotonic()
+                put(self._handle, self._data())
 
     def close(self) -> None:
         """Show everything, lines that were not ended too."""
         with self._lock:
             self._lines.extend(self._open.values())
             self._open.clear()
-            self._show()
-
-    def _schedule(self) -> None:
-        """Show now, or when an interval has passed since the last time. The lock is held."""
-        if self._handle is None:
-            return
-        wait = INTERVAL_S - (time.monotonic() - self._last)
-        if wait <= 0:
-            self._show()
-        elif self._timer is None:
-            self._timer = threading.Timer(wait, self.flush)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _show(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._handle is not None:
-            self._last = time.monotonic()
-            put(self._handle, self._data())
+        self.flush()
 
     def _data(self) -> dict[str, str]:
         html = page("panel.html.jinja", panel=self, text="\n".join(self._lines))
@@ -116,13 +104,29 @@ class LogPanel:
             self._handle, self._last = put(None, self._data()), time.monotonic()
 
 
-class RankLogs:
-    """One panel for each rank of a job, following its log file until the job ends; see `rank_logs`."""
+def rank_logs(job: Any, ranks: list[int] | None = None) -> RankLogs:
+    """What the ranks of a job print, one panel for each, until the job ends.
 
-    def __init__(self, job: Any, ranks: list[int]):
-        self.panels = {rank: LogPanel(f"rank {rank}") for rank in ranks}
-        self._job = job
-        self._offset = dict.fromkeys(ranks, 0)
+    Args:
+        job: a `Job`, or the path of a run folder.
+        ranks: which ones; None = the first eight.
+    """
+    if isinstance(job, (str, Path)):
+        from ..launch.job import attach
+
+        job = attach(job)
+    chosen = range(min(job.nproc, 8)) if ranks is None else ranks
+    wrong = [rank for rank in chosen if not 0 <= rank < job.nproc]
+    if wrong:
+        raise DataError(f"rank {wrong[0]} is not one of the job's {job.nproc} ranks")
+    return RankLogs(job, {rank: LogPanel(f"rank {rank}") for rank in chosen})
+
+
+class RankLogs:
+    """The `panels` of `rank_logs`, rank -> panel, filled by a thread that reads the log files."""
+
+    def __init__(self, job: Any, panels: dict[int, LogPanel]):
+        self.panels, self._job, self._offset = panels, job, dict.fromkeys(panels, 0)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -153,21 +157,3 @@ class RankLogs:
 
     def __repr__(self) -> str:
         return "\n\n".join(map(repr, self.panels.values()))
-
-
-def rank_logs(job: Any, ranks: list[int] | None = None) -> RankLogs:
-    """What the ranks of a job print, one panel for each.
-
-    Args:
-        job: a `Job`, or the path of a run folder.
-        ranks: which ones; None = the first eight.
-    """
-    if isinstance(job, (str, Path)):
-        from ..launch.job import attach
-
-        job = attach(job)
-    chosen = list(range(min(job.nproc, 8))) if ranks is None else list(ranks)
-    wrong = [rank for rank in chosen if not 0 <= rank < job.nproc]
-    if wrong:
-        raise DataError(f"rank {wrong[0]} is not one of the job's {job.nproc} ranks")
-    return RankLogs(job, chosen)

@@ -21,11 +21,7 @@ LOG_SHARE, LOG_S = 0.1, 30.0  # a log file gets a line at every tenth of the way
 
 
 def place() -> str:
-    """Where output goes: "notebook" (a Jupyter kernel), "terminal" or "log".
-
-    >>> place() in ("notebook", "terminal", "log")
-    True
-    """
+    """Where output goes: "notebook" (a Jupyter kernel), "terminal" or "log"."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and getattr(shell, "kernel", None) is not None:

@@ -26,7 +26,6 @@ from .theme import Figure, need, number
 
 REPORT = "report.html"
 READINGS = "denominators.json"
-Scores = dict[str, tuple[float | None, float | None]]  # task -> before, after
 LOAD_TIME = "How the busiest expert of a layer compares with the mean, step by step."
 SIDE_BY_SIDE = (
     "The same batch, the same weights: what each convention would have done. Conventions that divide by something "
@@ -35,13 +34,17 @@ SIDE_BY_SIDE = (
 
 
 def write_report(
-    run_folder: str | Path, *, scores: Mapping[str, Any] | None = None, readings: Any = None, interactive: bool = False
+    run_folder: str | Path,
+    *,
+    scores: Mapping[str, tuple[float, float]] | None = None,
+    readings: Any = None,
+    interactive: bool = False,
 ) -> Path:
     """Write `report.html` into a run folder and return its path.
 
     Args:
         run_folder: a folder that `open_run` reads.
-        scores: task -> (before, after), or one number; None = the run card's results["scores"], if it has any.
+        scores: task -> (before, after); None = the run card's results["scores"], if it has any.
         readings: the denominators side by side (`viz.denominators.side_by_side`); None = `denominators.json` in the
             folder, if there is one.
         interactive: plotly figures instead of pictures; the page then carries plotly's script (about 5 MB).
@@ -58,7 +61,7 @@ def write_report(
     if not len(run.metrics):
         raise DataError(f"{run.folder} has no recorded step yet, so there is nothing to report")
     card = run.card.to_dict() if run.card is not None else {}
-    told = _scores(card.get("results", {}).get("scores") if scores is None else scores)
+    told = card.get("results", {}).get("scores", {}) if scores is None else scores
     if readings is None and (run.folder / READINGS).exists():
         readings = json.loads((run.folder / READINGS).read_text())
     sums, found = token_accounting(run.metrics), losses(run.metrics)
@@ -144,17 +147,6 @@ def _load(run: Any) -> tuple[Any, ...]:
             figures.append(routing.load_heatmap(run, scope=scope))
     text = "; ".join(words)
     return f"{text[:1].upper()}{text[1:]} ({when}).", *figures
-
-
-def _scores(scores: Any) -> Scores:
-    """Task -> (before, after) from (before, after), {"before": ..., "after": ...} or one number for each task."""
-    if not isinstance(scores, Mapping):
-        return {}
-    if scores.keys() == {"before", "after"}:
-        scores = {"score": scores}
-    pair = lambda v: (v.get("before"), v.get("after")) if isinstance(v, Mapping) else (
-        tuple(v) if isinstance(v, (list, tuple)) else (None, v))  # fmt: skip
-    return {str(task): pair(value) for task, value in scores.items()}
 
 
 def _short(value: float | None) -> str:

@@ -13,7 +13,6 @@ from .theme import DIVERGING, FONTS, GRID, INK, MUTED, PAPER, RULE, SIZE, number
 
 PX = 0.75  # points in a pixel at 96 pixels to the inch
 DASH = {"dash": (0, (5, 3)), "dot": (0, (1, 2)), "dashdot": (0, (5, 2, 1, 2))}
-MARKER = {"square": "s", "diamond": "D", "cross": "P", "x": "x", "triangle-up": "^"}
 
 
 class Panel:
@@ -54,7 +53,7 @@ class Panel:
             self.ax.plot(at["x"], at["y"], color=rgba(line), label=trace.name, **look)
         if "markers" in mode:
             fill = rgba(line if marker.color is None else marker.color)
-            look = {"s": ((marker.size or 6) * PX) ** 2, "marker": MARKER.get(marker.symbol, "o"), "zorder": 3}
+            look = {"s": ((marker.size or 6) * PX) ** 2, "marker": "x" if marker.symbol == "x" else "o", "zorder": 3}
             name = None if "lines" in mode else trace.name
             self.ax.scatter(at["x"], at["y"], c=fill, label=name, alpha=trace.opacity, clip_on=False, **look)
 
