@@ -62,15 +62,14 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
     return fig
 
 
-def per_supervised(source: Any, seconds: str = "time/step_s", bytes: str = "memory/saved_bytes") -> dict[str, float]:
+def per_supervised(source: Any) -> dict[str, float]:
     """Totals over the steps of a run, divided by its supervised tokens.
 
     Args:
         source: a Run, a run folder, a DataFrame or a dictionary of columns (one number each will do).
-        seconds, bytes: the metrics to divide; left out of the result where they were not recorded.
 
     Returns:
-        rows/<class>, rows, and where recorded seconds and bytes, each per supervised token.
+        rows/<class>, rows, and where recorded seconds (of steps) and bytes (of saved activations).
 
     Raises:
         DataError: no row counts, or no supervised token.
@@ -85,7 +84,7 @@ def per_supervised(source: Any, seconds: str = "time/step_s", bytes: str = "memo
     _, rows = by_class(found)
     out = {f"rows/{name}": float(values.sum()) / tokens for name, values in rows.items()}
     out["rows"] = sum(out.values())
-    for name, metric in (("seconds", seconds), ("bytes", bytes)):
+    for name, metric in (("seconds", "time/step_s"), ("bytes", "memory/saved_bytes")):
         if metric in found:
             out[name] = float(np.nansum(found[metric])) / tokens
     return out

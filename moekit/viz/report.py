@@ -71,7 +71,7 @@ def write_report(
         ("Routed work by class", lambda: _work(run, sums)),
         ("Expert load", lambda: _load(run)),
         ("Expert load over time", lambda: (LOAD_TIME, routing.load_over_time(run))),
-        ("Loss denominators side by side", lambda: (SIDE_BY_SIDE, denominators.side_by_side(readings))),
+        ("Loss denominators side by side", lambda: (SIDE_BY_SIDE, denominators.side_by_side(readings or {}))),
     ):
         try:
             if readings or "denominators" not in title:

@@ -113,6 +113,7 @@ def load_over_time(source: Any) -> Figure:
         "load_supervised/max_over_mean": ("supervised", SERIES[0]),
     }
     step, found = pick(source, *lines, optional=True)
+    found = {name: series for name, series in found.items() if np.isfinite(series).any()}
     if not found:
         raise DataError("no metric load/max_over_mean in this run")
     fig = figure("Busiest expert over the mean", "Mean over layers, one point a step", height=340, margin={"r": 150})

@@ -47,8 +47,12 @@ def columns(source: Any) -> dict[str, np.ndarray]:
     frame = pd.DataFrame(table)
     if frame.index.name in STEP and frame.index.name not in frame:
         frame = frame.reset_index()
-    found = {str(name): pd.to_numeric(frame[name], errors="coerce") for name in frame}
-    return {name: values.to_numpy(float, na_value=np.nan) for name, values in found.items() if values.notna().any()}
+    found = {}
+    for name, column in frame.items():
+        values = np.asarray(pd.to_numeric(column, errors="coerce"), dtype=float)
+        if not np.isnan(values).all() or not column.notna().any():  # a column of words is no metric
+            found[str(name)] = values
+    return found
 
 
 def pick(source: Any, *names: str, optional: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:

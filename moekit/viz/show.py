@@ -20,7 +20,7 @@ from ..data.batch import CLASSES, Batch
 from ..errors import DataError
 from .theme import CLASS_MEANING, page
 
-SIGN = dict(zip(CLASSES, ("⟦{}⟧", "{}", "~{}~", "{}")))  # of the classes in plain text
+SIGN: dict[str, str] = dict(zip(CLASSES, ("⟦{}⟧", "{}", "~{}~", "{}")))  # of the classes in plain text
 VISIBLE = str.maketrans({"\n": "↵\n", "\t": "⇥\t", "\r": "␍"})
 MEANING = (
     "Colour of a token: what its position is for. A position predicts the next token of its document, so the last "
@@ -122,7 +122,7 @@ def show(
     labelled_BT = labels_BT != batch.ignore_index
     following_BT = np.take_along_axis(ids_BT, np.maximum(after_BT, 0), axis=1)
     misplaced_BT = labelled_BT & ((after_BT < 0) | (following_BT != labels_BT))
-    counts = dict(zip(CLASSES, np.bincount(kinds_BT.reshape(-1), minlength=len(CLASSES)).tolist()))
+    counts: dict[str, int] = dict(zip(CLASSES, np.bincount(kinds_BT.reshape(-1), minlength=len(CLASSES)).tolist()))
     documents = sum(len(np.unique(s[s >= 0])) for s in segment_BT)
     text = _decoder(tokenizer)
     drawn = {}

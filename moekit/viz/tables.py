@@ -85,18 +85,16 @@ def _heatmap(fig: Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
     z = np.array(trace.z if trace.customdata is None else trace.customdata, dtype=float)
     x = range(z.shape[1]) if trace.x is None else trace.x
     y = range(z.shape[0]) if trace.y is None else trace.y
-    down, right = _pick(len(y), rows), _pick(len(x), 10)
-    corner = " \\ ".join(_words(fig.layout[f"{a}axis"].title.text or a) for a in "yx")
-    body = [[_cell(y[i]), *(_cell(z[i, j]) for j in right)] for i in down]
-    notes = []
+    table = pd.DataFrame(z, index=list(y), columns=list(x))
+    shown = table.iloc[_pick(len(y), rows), _pick(len(x), 10)].rename(columns=_cell)
+    note = ""
     if np.isfinite(z).any():
-        for word, find in (("smallest", np.nanargmin), ("largest", np.nanargmax)):
-            i, j = np.unravel_index(find(z), z.shape)
-            notes.append(f"{word} {number(z[i, j])} at ({_cell(y[i])}, {_cell(x[j])})")
-    note = ", ".join(notes)
-    if len(down) * len(right) < z.size:
-        note += f"; {len(down) * len(right)} of {z.size} cells shown"
-    return pd.DataFrame(body, columns=[corner, *(_cell(x[j]) for j in right)]), note
+        (i, j), (k, l) = (np.unravel_index(find(z), z.shape) for find in (np.nanargmin, np.nanargmax))
+        note = f"smallest {number(z[i, j])} at ({y[i]}, {x[j]}), largest {number(z[k, l])} at ({y[k]}, {x[l]})"
+    if shown.size < z.size:
+        note += f"; {shown.size} of {z.size} cells shown"
+    corner = " \\ ".join(_words(fig.layout[f"{a}axis"].title.text or a) for a in "yx")
+    return shown.rename_axis(corner).reset_index().map(_cell), note
 
 
 def _pick(count: int, most: int) -> list[int]:
