@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import DataError
 
 SUPERVISED, CONTEXT, FILTERED, PADDING = range(4)
-CLASSES = ("supervised", "context", "filtered", "padding")
+CLASSES: tuple[str, ...] = ("supervised", "context", "filtered", "padding")
 IGNORE = -100
 
 
