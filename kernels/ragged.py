@@ -5,8 +5,8 @@ a block shares its element-wise passes, an expert has its own matmuls. Forward k
 backward recomputes the activation from them, and weight gradients are written straight to where they are kept.
 Nothing of size [R, D] exists.
 
-In bfloat16 the row counts of experts are padded to multiples of `PAD`: oneDNN compiles a matmul for every shape and
-keeps 1024 of them, which as many row counts as there are experts and layers overflow (a first call with a new row
+On CPU in bfloat16 the row counts of experts are padded to multiples of `PAD`: oneDNN compiles a matmul for every shape
+and keeps 1024 of them, which as many row counts as there are experts and layers overflow (a first call with a new row
 count reached 0.6 of the rate). A padding row reads a zero row and is added to a row that is thrown away.
 
 Works on any device and float dtype; reads E row counts on the host.
@@ -32,9 +32,9 @@ BLOCK = 512  # rows that share their element-wise passes; an expert with more is
 aten = torch.ops.aten
 
 
-def padding_unit(dtype: torch.dtype) -> int:
+def padding_unit(device: torch.device, dtype: torch.dtype) -> int:
     """Experts with at least this many rows are padded to a multiple of it."""
-    return PAD if dtype in (torch.bfloat16, torch.float16) else 1
+    return PAD if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else 1
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class MoEFFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, gate_NK, gate_up_E2FD, down_EDF, rows: Sorted, slots: tuple[Any, Any]):
         (N, D), F = x_ND.shape, down_EDF.shape[2]
-        walk = Walk(rows, N, gate_NK.numel(), padding_unit(x_ND.dtype))
+        walk = Walk(rows, N, gate_NK.numel(), padding_unit(x_ND.device, x_ND.dtype))
         wide = torch.promote_types(x_ND.dtype, torch.float32)  # the K terms of a position are added in this
         source, gate_P1 = walk.source(x_ND), walk.gates(gate_NK, x_ND.dtype)
         pre_P2F = x_ND.new_empty(walk.total, 2 * F)

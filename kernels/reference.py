@@ -2,7 +2,8 @@
 
 Tests compare each fast form with these; `moekit.ops.set_backend("reference")` runs a whole model on them.
 
-Axis letters: N positions, K experts per position, E experts, D width, F expert width, H heads.
+Axis letters: N positions, K experts per position, E experts, D width, F expert width, S documents, L their length,
+H query heads, G key/value heads, d head width.
 """
 
 from __future__ import annotations
@@ -43,3 +44,12 @@ def rope(x_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> Tensor:
     a, b = x_NHd.chunk(2, -1)
     cos, sin = cos_Nd[:, None], sin_Nd[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def causal_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGd: Tensor) -> Tensor:
+    """softmax(q k / sqrt(d)) v over positions 0..l of the same document; query heads share key heads in order."""
+    L, H, d = q_SLHd.shape[1:]
+    k, v = (t.repeat_interleave(H // t.shape[2], 2) for t in (k_SLGd, v_SLGd))
+    future = torch.ones(L, L, dtype=torch.bool, device=k.device).triu(1)
+    score = torch.einsum("slhd,smhd->shlm", q_SLHd, k) / d**0.5
+    return torch.einsum("shlm,smhd->slhd", score.masked_fill(future, -torch.inf).softmax(-1), v)

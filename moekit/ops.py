@@ -1,7 +1,8 @@
 """The only door to kernels: every operation by name, and which form of it runs where, and why.
 
-Three backends: "auto" picks the fastest form for the tensors at hand, "torch" the portable fast form, "reference" the
-plain form that the others are tested against. `explain()` says what each operation would run and why.
+Three backends: "auto" picks the fastest form for the tensors at hand, "torch" the portable fast form (the same as long
+as there are no Triton forms), "reference" the plain form that the others are tested against. `explain()` says what each
+operation would run and why.
 
 Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width, S documents,
 L their length, H query heads, G key/value heads.
@@ -81,7 +82,7 @@ def explain(
     names = ("moe_ffn", "rms_norm", "swiglu", "rope", "causal_attention")
     if _plain():
         return dict.fromkeys(names, "reference: set_backend('reference')")
-    unit = ragged.padding_unit(dtype)
+    unit = ragged.padding_unit(torch.device(device), dtype)
     padded = f", row counts padded to {unit} because every new shape is compiled" if unit > 1 else ""
     written = "torch: backward written by hand, because torch composes this from many passes over memory"
     flash = f"flash: scaled_dot_product_attention ({dtype}, {length} positions)"
@@ -149,7 +150,9 @@ def causal_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGd: Tensor) -> Tensor:
 
     H is a multiple of G, and consecutive query heads share a key/value head.
     """
-    if not _plain() and _short(q_SLHd.device, q_SLHd.dtype, q_SLHd.shape[1]):
+    if _plain():
+        return reference.causal_attention(q_SLHd, k_SLGd, v_SLGd)
+    if _short(q_SLHd.device, q_SLHd.dtype, q_SLHd.shape[1]):
         return attention.ShortCausal.apply(q_SLHd, k_SLGd, v_SLGd)
     q, k, v = (t.transpose(1, 2) for t in (q_SLHd, k_SLGd, v_SLGd))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

@@ -104,14 +104,16 @@ def test_weights_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
-def test_short_attention_equals_flash_in_float64(heads, groups):
-    """The product form is chosen in bfloat16 only, but it is right in any dtype."""
+def test_attention_forms_equal_the_reference_in_float64(heads, groups):
+    """The product form is chosen in bfloat16 only, but it is right in any dtype (its softmax is float32)."""
     tensors = leaves((3, 7, heads, 6), (3, 7, groups, 6), (3, 7, groups, 6))
-    got, want = ShortCausal.apply(*tensors), ops.causal_attention(*tensors)
-    dy = torch.randn(got.shape, dtype=torch.float64)
-    pairs = zip((got, *torch.autograd.grad(got, tensors, dy)), (want, *torch.autograd.grad(want, tensors, dy)))
-    for a, b in pairs:  # its softmax is float32
-        assert (a - b).norm() <= 1e-6 * b.norm()
+    want = reference.causal_attention(*tensors)
+    dy = torch.randn(want.shape, dtype=torch.float64)
+    want = (want, *torch.autograd.grad(want, tensors, dy))
+    for form, tolerance in ((ShortCausal.apply, 1e-6), (ops.causal_attention, 1e-12)):
+        got = form(*tensors)
+        for a, b in zip((got, *torch.autograd.grad(got, tensors, dy)), want):
+            assert (a - b).norm() <= tolerance * b.norm()
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 600], ids=str)
