@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding and SwiGLU with few passes over memory: hand-written backwards, in place where it is safe.
 
 torch composes these from many small operations and keeps several intermediates for the backward. Measured at
-[2048, 512] in float32 on one core, forward and backward: `F.rms_norm` 10.2 ms, this one 1.0 ms.
+[2048, 512] in float32 on one shared core, forward and backward: `F.rms_norm` 9 to 11 ms, this one 1.7 to 2.7 ms.
 
 Axis letters: N positions, H heads, d head width, F hidden width.
 """
