@@ -19,13 +19,14 @@ from torch import Tensor
 
 from .errors import BackendError, ConfigError
 from .kernels import attention, elementwise, ragged, reference
-from .kernels.permute import Sorted, sort_rows
+from .kernels.permute import Sorted, count, sort_rows
 
 __all__ = [
     "GradSlot",
     "Sorted",
     "backend",
     "causal_attention",
+    "count",
     "explain",
     "moe_ffn",
     "rms_norm",

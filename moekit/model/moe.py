@@ -61,7 +61,7 @@ class Dispatcher(Protocol):
 
 def count_CE(class_R: Tensor, expert_R: Tensor, experts: int) -> Tensor:
     """int64 [C, E]: how many rows there are of each class and expert."""
-    return torch.bincount(class_R * experts + expert_R, minlength=C * experts).view(C, experts)
+    return ops.count(class_R * experts + expert_R, C * experts).view(C, experts)
 
 
 class LocalDispatcher:
@@ -189,8 +189,8 @@ class MoE(nn.Module):
         top_k, experts = route.expert_NK.shape[1], self.router.weight.shape[0]
         chosen_R = flat.class_N.repeat_interleave(top_k)
         decided_CE = count_CE(chosen_R, route.expert_NK.reshape(-1), experts)
-        present_C = torch.bincount(flat.class_N, minlength=C)
-        elided_C = (present_C - torch.bincount(class_P, minlength=C)) * top_k
+        present_C = ops.count(flat.class_N, C)
+        elided_C = (present_C - ops.count(class_P, C)) * top_k
         observer.layer(self.layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
