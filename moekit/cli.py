@@ -134,7 +134,7 @@ def _sft_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--warmup-steps", type=int, default=learner.warmup_steps, help="linear warm-up")
     g.add_argument("--weight-decay", type=float, default=learner.weight_decay, help="of matrices")
     g.add_argument("--clip-norm", type=float, default=learner.clip_norm, help="largest gradient norm; 0 = no limit")
-    g.add_argument("--dtype", choices=get_args(Dtype), default=learner.dtype, help="of the weights")
+    g.add_argument("--dtype", choices=get_args(Dtype), default=d.dtype, help="of the weights")
     g.add_argument("--seed", type=int, default=d.seed, help="of the order of rows, and of a preset's weights")
     g = p.add_argument_group("rows")
     g.add_argument("--rows", choices=get_args(RowKind), default=rows.rows, help="how conversations become rows")
@@ -204,9 +204,9 @@ def _sft(o: argparse.Namespace) -> int:
     config = SFTConfig(
         model=o.model, data=o.data, tokenizer=o.tokenizer, steps=o.steps, batch_rows=o.batch_rows,
         microbatch_rows=o.microbatch_rows, seed=o.seed, denominator=o.denominator, constant_length=o.constant_length,
-        learner=LearnerConfig(
+        dtype=o.dtype, learner=LearnerConfig(
             lr=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, weight_decay=o.weight_decay,
-            total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None, dtype=o.dtype,
+            total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None,
             router=RouterLossConfig(balance=o.balance, z=o.z_loss, granularity=o.granularity), elide=o.elide,
         ),
         rows=DataConfig(length=o.length, rows=o.rows, over_long=o.over_long, supervise=o.supervise, seed=o.seed,

@@ -177,7 +177,6 @@ class LearnerConfig(Config):
     bias_rate: float = 0.0  # step of the selection bias, with ModelConfig.selection_bias
     elide: Elide = "padding"
     ep: int = 1  # expert-parallel ranks; more than one comes with the distributed learner
-    dtype: Dtype = "float32"  # of the parameters; masters and moments are the wider of float32 and this
 
     def _check(self) -> None:
         _need(self.lr >= 0, f"lr={self.lr} must be >= 0")
@@ -240,6 +239,7 @@ class SFTConfig(Config):
     seed: int = 0
     denominator: Denominator = "global_tokens"
     constant_length: int | None = None  # with denominator="constant"
+    dtype: Dtype = "float32"  # of the parameters; masters and moments are the wider of float32 and this
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rows: DataConfig = field(default_factory=DataConfig)
     save_every: int | None = None  # steps between checkpoints; None = only the last

@@ -60,11 +60,6 @@ class RowStream:
         self.position = 0  # rows of this epoch that have been taken
         self._order = self._make_order()
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps that show every row once."""
-        return -(-len(self.rows) // self.batch_rows)
-
     def take(self) -> np.ndarray:
         """Row indices of the next step, over all ranks; moves on. All ranks must call it (or `next`) alike."""
         if self.position >= len(self.rows):

@@ -124,7 +124,8 @@ class Learner:
         problem = ""
         for f in flats:
             if f.positions and not 0 <= int(f.ids_N.min()) <= int(f.ids_N.max()) < vocab:
-                problem = f"token ids reach {int(f.ids_N.max())}, but the model's vocabulary has {vocab} entries"
+                low, high = int(f.ids_N.min()), int(f.ids_N.max())
+                problem = f"token ids from {low} to {high}, but the model's vocabulary has {vocab} entries"
         # all ranks learn of a bad batch before the first collective of the step, or the others would wait for ever
         rounds, bad = self.world.max_list([len(flats), bool(problem)])
         if bad:
@@ -183,7 +184,8 @@ class Learner:
             moe = getattr(block, "moe", None)
             if moe is not None:
                 count_E = self.counter.decided(layer, scope="valid")
-                moe.router.selection_bias += bias_step(count_E, self.config.bias_rate)
+                bias = moe.router.selection_bias
+                bias += bias_step(count_E, self.config.bias_rate).to(bias.device)
 
     # ------------------------------------------------------------------ looking without moving
     @torch.no_grad()
@@ -211,6 +213,7 @@ class Learner:
                 "skipped": self.skipped,
                 "learner": self.config.to_dict(),
                 "model": self.model.config.to_dict(),
+                "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
                 "extra": extra or {},
             }
             try:

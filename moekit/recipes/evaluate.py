@@ -63,7 +63,7 @@ def open_model(
         return load(folder, dtype=dtype, device=device), load_tokenizer(tokenizer or folder)
     with open_state(folder) as (manifest, read):
         shape = ModelConfig.from_dict(manifest["model"])
-        model = Transformer(shape, dtype=DTYPES[dtype or manifest["learner"]["dtype"]], device=device, seed=None)
+        model = Transformer(shape, dtype=DTYPES[dtype or manifest["dtype"]], device=device, seed=None)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(read(f"{name}.master"))

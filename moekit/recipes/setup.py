@@ -162,9 +162,9 @@ def clear(folder: Path) -> None:
 def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
     """Raise `StorageError` if the disk has no room for the checkpoints and the export that the run will write."""
     total = parameter_counts(shape)["total"]
-    wide = max(4, DTYPES[config.learner.dtype].itemsize)
+    wide = max(4, DTYPES[config.dtype].itemsize)
     saves = 1 if config.save_every is None else min(config.keep_checkpoints + 1, 1 + config.steps // config.save_every)
-    need = total * (3 * wide * saves + DTYPES[config.learner.dtype].itemsize * config.export)  # master and two moments
+    need = total * (3 * wide * saves + DTYPES[config.dtype].itemsize * config.export)  # master and two moments
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -225,7 +225,7 @@ def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
 
 def make_model(config: SFTConfig, shape: ModelConfig, device: str) -> Transformer:
     """The weights of the folder, or of a preset drawn from the seed; NaN and infinity are refused."""
-    dtype = DTYPES[config.learner.dtype]
+    dtype = DTYPES[config.dtype]
     if Path(config.model).is_dir():
         return load(config.model, dtype=dtype, device=device)
     return Transformer(shape, dtype=dtype, device=device, seed=config.seed)

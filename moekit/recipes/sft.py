@@ -112,7 +112,7 @@ def _card(config: SFTConfig, learner: Learner, rows: Rows, folder: Path) -> RunC
         base=base_checkpoint(config.model, seed=config.seed),
         model={"config": learner.model.config.to_dict(), "parameters": parameter_counts(learner.model.config)},
         objective={"name": "sft", "denominator": config.denominator, "constant_length": config.constant_length},
-        learner=config.learner.to_dict(),
+        learner={**config.learner.to_dict(), "dtype": config.dtype},
         layout={"world": learner.world.size, "dp": learner.world.size, "threads of a rank": torch.get_num_threads()},
         batch={"data": config.data, "rows of a step": config.batch_rows, "rows of a microbatch": config.microbatch_rows,
                "rows": config.rows.to_dict(), "fingerprint": rows.fingerprint, "report": rows.report.to_dict()},

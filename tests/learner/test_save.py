@@ -39,6 +39,8 @@ def test_resume_is_bitwise(tmp_path, dtype):
     again = learner(dtype)
     again.step([batch(7)])  # whatever it did before must not matter
     assert again.restore(tmp_path / "c") == {"row": 5}
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert manifest["dtype"] == str(dtype).removeprefix("torch.")
     for step in range(2, 5):
         a, b = unbroken.step([batch(step)]), again.step([batch(step)])
         assert a["loss/total"] == b["loss/total"] and a["lr"] == b["lr"] and a["step/index"] == b["step/index"]
