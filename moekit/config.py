@@ -25,6 +25,13 @@ Granularity = Literal["sequence", "microbatch", "hf"]
 Scope = Literal["all", "valid", "supervised"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 Schedule = Literal["constant", "cosine", "linear"]
+Zero = Literal[0, 1, 2]
+Reduce = Literal["step", "microbatch"]
+Dispatch = Literal["sync", "rowwise"]
+TransportName = Literal["auto", "shared_memory", "padded", "symmetric"]
+OnOverflow = Literal["redo", "drop", "raise"]
+Recompute = Literal["none", "moe", "block"]
+PipelineName = Literal["1f1b", "interleaved", "zbv"]
 RowKind = Literal["packed", "padded", "interleaved"]
 OverLong = Literal["truncate", "split", "drop"]
 
@@ -176,10 +183,43 @@ class LearnerConfig(Config):
     router: RouterLossConfig = field(default_factory=RouterLossConfig)
     bias_rate: float = 0.0  # step of the selection bias, with ModelConfig.selection_bias
     elide: Elide = "padding"
-    ep: int = 1  # expert-parallel ranks; more than one comes with the distributed learner
+    # Layout: world = pp x dp ranks; ep divides dp and the number of experts (`moekit layouts` lists what is possible).
+    ep: int = 1  # expert-parallel ranks: the routed experts of a layer are split over them
+    pp: int = 1  # pipeline ranks: the layers are split over them
+    pipeline: PipelineName = "1f1b"
+    stages_per_rank: int = 1  # "interleaved" takes 2 or more, "zbv" takes 2
+    zero: Zero = 2  # 0: all-reduce, state replicated; 1: all-reduce, state sharded; 2: reduce-scatter, state sharded
+    reduce: Reduce = "step"  # with zero=2: reduce once a step (less wire), or after every microbatch (less memory)
+    dispatch: Dispatch = "sync"  # how rows reach experts of other ranks; matters with ep > 1 only
+    transport: TransportName = "auto"  # of dispatch="rowwise"
+    capacity: float = 1.25  # rows that a rank's rowwise buffer holds, as a multiple of its balanced share
+    on_overflow: OnOverflow = "redo"  # what happens when more rows than that arrive
+    recompute: Recompute = "none"  # activations given up in the forward: of the experts ("moe"), or of whole blocks
 
     def _check(self) -> None:
         _need(self.lr >= 0, f"lr={self.lr} must be >= 0")
+        for name in ("ep", "pp", "stages_per_rank"):
+            _need(getattr(self, name) >= 1, f"LearnerConfig.{name}={getattr(self, name)} must be at least 1")
+        _need(self.capacity > 0, f"capacity={self.capacity} must be above 0")
+        _need(
+            self.reduce == "step" or (self.zero == 2 and self.pp == 1),
+            f"reduce='microbatch' needs zero=2 and pp=1, got zero={self.zero}, pp={self.pp}; use reduce='step'",
+        )
+        stages = {"1f1b": self.stages_per_rank == 1, "interleaved": self.stages_per_rank >= 2}
+        _need(
+            self.pp == 1 or stages.get(self.pipeline, self.stages_per_rank == 2),
+            f"pipeline={self.pipeline!r} does not fit stages_per_rank={self.stages_per_rank}: "
+            "'1f1b' has one stage a rank, 'interleaved' two or more, 'zbv' two",
+        )
+        _need(
+            not (self.pipeline == "zbv" and self.pp > 1 and self.recompute != "none"),
+            f"pipeline='zbv' computes weight gradients apart and cannot recompute (recompute={self.recompute!r}); "
+            "set recompute='none' or pipeline='interleaved'",
+        )
+        _need(
+            not (self.router.granularity == "hf" and self.pp > 1),
+            f"router granularity 'hf' pools over all layers, which pp={self.pp} splits; use 'sequence'",
+        )
         _need(
             self.schedule == "constant" or bool(self.total_steps),
             f"schedule={self.schedule!r} needs total_steps, got {self.total_steps}",

@@ -25,6 +25,10 @@ class NumericsError(MoekitError, ValueError):
     """NaN or infinity where there must be none, with the name of the tensor."""
 
 
+class CapacityError(MoekitError, RuntimeError):
+    """More routed rows than a rank's buffer holds, with `on_overflow="raise"`."""
+
+
 class BackendError(MoekitError, RuntimeError):
     """A kernel or backend was asked for and cannot run here."""
 

@@ -45,6 +45,15 @@ class Child:
 
 
 @dataclass(frozen=True)
+class Size:
+    """How large a microbatch is on one rank: what others must know to make room for its rows."""
+
+    positions: int
+    real: int
+    labels: int
+
+
+@dataclass(frozen=True)
 class Flat:
     """One microbatch, position by position, in document order (see the module's docstring)."""
 
@@ -65,11 +74,17 @@ class Flat:
     length: int  # T
     removed: int  # instances that the filter removed
     ignore_index: int = IGNORE
+    peers: tuple[Size, ...] = ()  # this microbatch on every rank that shares its experts; () = alone
 
     @property
     def positions(self) -> int:
         """N, padding included."""
         return self.ids_N.shape[0]
+
+    @property
+    def size(self) -> Size:
+        """This rank's entry of `peers`."""
+        return Size(self.positions, self.real, self.label_index_M.shape[0])
 
     @cached_property
     def label_M(self) -> Tensor:

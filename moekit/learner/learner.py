@@ -26,7 +26,7 @@ from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
 from .gradients import Gradients
-from .mesh import World
+from .mesh import World, check_layout
 from .optimizer import FlatAdamW
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Learner:
         self.constant_length = getattr(objective, "constant_length", None)
         self.name = getattr(objective, "name", getattr(objective, "__name__", "objective"))
         shape = model.config
-        self.world.check_experts(shape.experts, self.config.ep)
+        check_layout(self.config, shape, self.world.size)
         if self.denominator == "constant" and not self.constant_length:
             raise ConfigError("denominator 'constant' needs constant_length on the objective")
         if self.config.bias_rate and not shape.selection_bias:

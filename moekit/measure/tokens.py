@@ -148,6 +148,13 @@ class RowCounter:
             m.elided_LC[at] += elided_C
             m.dropped_LC[at] += dropped_C
 
+    def recompute(self, layer: int, dispatched_CE: Tensor, elided_C: Tensor, dropped_C: Tensor) -> None:
+        """Count one layer's forward that was run again for the backward; nothing was decided there."""
+        m, at = self._make("recompute").follow(dispatched_CE.device), self._at(layer)
+        m.dispatched_LCE[at] += dispatched_CE
+        m.elided_LC[at] += elided_C
+        m.dropped_LC[at] += dropped_C
+
     def backward(self, layer: int, dispatched_CE: Tensor) -> None:
         """Count the rows of one layer's backward, [C, E] int64; called from inside the backward."""
         self._make("backward").follow(dispatched_CE.device).dispatched_LCE[self._at(layer)] += dispatched_CE
@@ -246,7 +253,7 @@ class RowCounter:
                     f"{int(want_LC[at, c])} rows, but {int(m.dispatched_LC[at, c])} dispatched + "
                     f"{int(m.dropped_LC[at, c])} dropped + {int(m.elided_LC[at, c])} elided = {int(got_LC[at, c])}"
                 )
-            if name == "backward":
+            if name in ("backward", "recompute"):
                 continue
             for at, c, e in (m.dispatched_LCE > m.decided_LCE).nonzero().tolist():
                 raise NumericsError(

@@ -9,12 +9,12 @@ C = 4 position classes, D width, F expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..config import ModelConfig
@@ -22,7 +22,12 @@ from ..data.batch import CLASSES, Flat
 from .router import Route, Router
 
 C = len(CLASSES)
-RouterLoss = Callable[[int, Route, Flat], Tensor]
+
+
+class RouterLoss(Protocol):
+    """Scaled scalar that one layer adds to the training loss; `again` = this is a recomputation, record nothing."""
+
+    def __call__(self, layer: int, route: Route, flat: Flat, again: bool = False) -> Tensor: ...
 
 
 class Observer(Protocol):
@@ -32,9 +37,22 @@ class Observer(Protocol):
         """One forward of one layer: positions x top_k = dispatched + dropped + elided, class by class."""
         ...
 
+    def recompute(self, layer: int, dispatched_CE: Tensor, elided_C: Tensor, dropped_C: Tensor) -> None:
+        """The forward of one layer was run again for the backward, with the choices it had made."""
+        ...
+
     def backward(self, layer: int, dispatched_CE: Tensor) -> None:
         """The expert rows of one layer went through backward."""
         ...
+
+
+@dataclass
+class Memo:
+    """What one layer's forward decided. A recomputation of it reads these and decides nothing again."""
+
+    expert_NK: Tensor | None = None
+    plan: Any = None  # the dispatcher's: where each row goes
+    again: bool = False  # the first forward is over; what runs now is a recomputation
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,12 @@ class DispatchCounts:
 
 
 class Dispatcher(Protocol):
-    """Brings positions to their experts and the weighted results back. `class_P` absent = counts are not wanted."""
+    """Brings positions to their experts and the weighted results back.
+
+    The weights are this rank's experts only. `class_P` absent = counts are not wanted. `sizes` = P on every rank that
+    shares the experts, known on the host; () = alone. `memo.plan` is made in a first forward and read in a
+    recomputation (`memo.again`).
+    """
 
     def __call__(
         self,
@@ -56,6 +79,8 @@ class Dispatcher(Protocol):
         gate_up_E2FD: Tensor,
         down_EDF: Tensor,
         class_P: Tensor | None = None,
+        sizes: tuple[int, ...] = (),
+        memo: Memo | None = None,
     ) -> tuple[Tensor, DispatchCounts | None]: ...
 
 
@@ -67,7 +92,7 @@ def count_CE(class_R: Tensor, expert_R: Tensor, experts: int) -> Tensor:
 class LocalDispatcher:
     """All experts live in this process: sort the rows, run them. Dropless."""
 
-    def __call__(self, x_PD, expert_PK, gate_PK, gate_up_E2FD, down_EDF, class_P=None):
+    def __call__(self, x_PD, expert_PK, gate_PK, gate_up_E2FD, down_EDF, class_P=None, sizes=(), memo=None):
         """See `Dispatcher`."""
         experts = gate_up_E2FD.shape[0]
         rows = ops.sort_rows(expert_PK, experts)
@@ -131,15 +156,18 @@ class FeedForward(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts, and the shared expert if there is one."""
+    """Routed experts, and the shared expert if there is one. `experts` = [start, stop) of those that live here."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device=None):
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, device=None, experts: tuple[int, int] | None = None
+    ):
         super().__init__()
-        experts, width, hidden = config.experts, config.width, config.expert_width
-        self.layer = layer
+        start, stop = experts or (0, config.experts)
+        held, width, hidden = stop - start, config.width, config.expert_width
+        self.layer, self.experts = layer, (start, stop)
         self.router = Router(config, dtype, device)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(experts, width, hidden, dtype=dtype, device=device))
+        self.gate_up = nn.Parameter(torch.empty(held, 2 * hidden, width, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(held, width, hidden, dtype=dtype, device=device))
         self.shared = FeedForward(width, config.shared_width, dtype, device) if config.shared_width else None
         self.dispatcher: Dispatcher = LocalDispatcher()
 
@@ -150,9 +178,12 @@ class MoE(nn.Module):
         *,
         real: int,
         needed_M: Tensor | None = None,
+        sizes: tuple[int, ...] = (),
         replay_NK: Tensor | None = None,
         router_loss: RouterLoss | None = None,
         observer: Observer | None = None,
+        memo: Memo | None = None,
+        recompute: bool = False,
     ) -> tuple[Tensor, Route]:
         """The layer's output, and what the router decided for all N positions.
 
@@ -161,37 +192,71 @@ class MoE(nn.Module):
             flat: the microbatch; its classes are what counts are kept by. Only router losses and observers need it.
             real: expert rows run for positions [0, real); the others' routed output is zero. N = elide nothing.
             needed_M: the output is wanted at these positions only ([M] int64); no other row runs, output is [M, D].
+            sizes: how many positions run expert rows, on every rank that shares the experts; () = alone.
             replay_NK: choices to use instead of the router's.
             router_loss: scalar added to the training loss by way of this layer's output.
             observer: told of every row.
+            memo: of a layer that is recomputed as part of a block.
+            recompute: give up the experts' activations (rows are dispatched again in the backward).
         """
-        route = self.router(x_ND, replay_NK)
+        again = memo is not None and memo.again
+        route = self.router(x_ND, memo.expert_NK if memo is not None and again else replay_NK)
 
         def keep(t: Tensor) -> Tensor:
             return t[:real] if needed_M is None else t[needed_M]
 
         class_P = keep(flat.class_N) if observer is not None else None  # pyright: ignore[reportOptionalMemberAccess]
         kept_x = x_ND if needed_M is None and real == x_ND.shape[0] else keep(x_ND)
-        y, counts = self.dispatcher(
-            kept_x, keep(route.expert_NK), keep(route.gate_NK), self.gate_up, self.down, class_P
-        )
-        if observer is not None:
-            y = self._observe(observer, y, route, flat, class_P, counts)  # pyright: ignore[reportArgumentType]
+        expert_PK = keep(route.expert_NK)
+        recompute = recompute and memo is None and torch.is_grad_enabled()
+        memo = memo if memo is not None else Memo()
+        told = Told(self, observer, route.expert_NK.detach(), flat, class_P, memo) if observer is not None else None
+
+        def routed(x_PD: Tensor, gate_PK: Tensor) -> Tensor:
+            y, counts = self.dispatcher(
+                x_PD, expert_PK, gate_PK, self.gate_up, self.down, class_P, sizes, memo
+            )  # fmt: skip
+            y = y if told is None else told(y, counts)  # pyright: ignore[reportArgumentType]
+            memo.again = True
+            return y
+
+        if recompute:
+            y = checkpoint(
+                routed, kept_x, keep(route.gate_NK), use_reentrant=False, preserve_rng_state=False, early_stop=False
+            )
+        else:
+            y = routed(kept_x, keep(route.gate_NK))
+        assert isinstance(y, Tensor)
+        memo.expert_NK = route.expert_NK
         if needed_M is None and real < x_ND.shape[0]:
             y = torch.cat((y, y.new_zeros(x_ND.shape[0] - real, y.shape[1])))
         if self.shared is not None:
             y = y + self.shared(kept_x if needed_M is not None else x_ND)
         if router_loss is not None:
-            y = _Attach.apply(y, router_loss(self.layer, route, flat))  # pyright: ignore[reportArgumentType]
+            y = _Attach.apply(y, router_loss(self.layer, route, flat, again))  # pyright: ignore[reportArgumentType]
         return y, route
 
-    def _observe(self, observer: Observer, y: Tensor, route: Route, flat: Flat, class_P, counts) -> Tensor:
-        top_k, experts = route.expert_NK.shape[1], self.router.weight.shape[0]
-        chosen_R = flat.class_N.repeat_interleave(top_k)
-        decided_CE = count_CE(chosen_R, route.expert_NK.reshape(-1), experts)
-        present_C = ops.count(flat.class_N, C)
-        elided_C = (present_C - ops.count(class_P, C)) * top_k
-        observer.layer(self.layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
+
+@dataclass(frozen=True)
+class Told:
+    """Tells an observer of one layer's rows, and of their backward when it comes."""
+
+    moe: MoE
+    observer: Observer
+    expert_NK: Tensor
+    flat: Flat
+    class_P: Tensor
+    memo: Memo
+
+    def __call__(self, y: Tensor, counts: DispatchCounts) -> Tensor:
+        """y, watched."""
+        layer, top_k, experts = self.moe.layer, self.expert_NK.shape[1], self.moe.router.weight.shape[0]
+        elided_C = (ops.count(self.flat.class_N, C) - ops.count(self.class_P, C)) * top_k
+        if self.memo.again:
+            self.observer.recompute(layer, counts.dispatched_CE, elided_C, counts.dropped_C)
+        else:
+            decided_CE = count_CE(self.flat.class_N.repeat_interleave(top_k), self.expert_NK.reshape(-1), experts)
+            self.observer.layer(layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
-        return _Watch.apply(y, lambda: observer.backward(self.layer, counts.dispatched_CE))
+        return _Watch.apply(y, lambda: self.observer.backward(layer, counts.dispatched_CE))

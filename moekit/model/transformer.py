@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..config import Elide, ModelConfig
+from ..config import Elide, ModelConfig, Recompute
 from ..data.batch import Batch, Flat
 from ..errors import ConfigError, DataError
 from ..objectives.logprobs import token_logprobs
 from .attention import Attend, Attention, RMSNorm, rope_angles
 from .decode import Cache, decode, prefill
-from .moe import FeedForward, Linear, MoE, Observer, RouterLoss
+from .moe import FeedForward, Linear, Memo, MoE, Observer, RouterLoss
 from .router import Route
 
 
@@ -34,10 +35,29 @@ class Outputs:
     hidden_ND: Tensor | None = None  # final hidden states everywhere; only with keep_hidden=True
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one process holds of a model: runs of layers, one for each of its pipeline stages, and a slice of experts.
+
+    The first run to start at layer 0 brings the embedding, the one that ends with the last layer the final norm and
+    the head. Parameters keep the names that they have in the whole model.
+    """
+
+    stages: tuple[tuple[int, int], ...]  # [start, stop) of layers
+    experts: tuple[int, int]  # [start, stop)
+
+    @staticmethod
+    def whole(config: ModelConfig) -> Part:
+        """Everything."""
+        return Part(((0, config.layers),), (0, config.experts))
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device=None):
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, device=None, experts: tuple[int, int] | None = None
+    ):
         super().__init__()
         self.attention_norm = RMSNorm(config.width, config.norm_eps, dtype, device)
         self.attention = Attention(config, dtype, device)
@@ -45,7 +65,7 @@ class Block(nn.Module):
         if layer in config.dense_layers:
             self.dense = FeedForward(config.width, config.dense_width, dtype, device)
         else:
-            self.moe = MoE(config, layer, dtype, device)
+            self.moe = MoE(config, layer, dtype, device, experts)
 
     @property
     def routes(self) -> bool:
@@ -60,27 +80,50 @@ class Block(nn.Module):
         *,
         attend: Attend | None = None,
         needed_M: Tensor | None = None,
+        recompute: Recompute = "none",
         **moe,
     ) -> tuple[Tensor, Route | None]:
-        """The block's output, at `needed_M` only if given; `moe` goes to `MoE.forward`, `attend` to `Attention`."""
-        x_ND = x_ND + self.attention(self.attention_norm(x_ND), flat, angles, attend)
-        if self.routes:
-            y, route = self.moe(self.ffn_norm(x_ND), flat, needed_M=needed_M, **moe)
-            return (x_ND if needed_M is None else x_ND[needed_M]) + y, route
-        x = x_ND if needed_M is None else x_ND[needed_M]
-        return x + self.dense(self.ffn_norm(x)), None
+        """The block's output, at `needed_M` only if given; `moe` goes to `MoE.forward`, `attend` to `Attention`.
+
+        `recompute="block"` keeps x and the router's choices only, and runs the block again in the backward.
+        """
+        memo = Memo() if recompute == "block" and torch.is_grad_enabled() else None
+
+        def run(x_ND: Tensor) -> tuple[Tensor, Route | None]:
+            x_ND = x_ND + self.attention(self.attention_norm(x_ND), flat, angles, attend)
+            x = x_ND if needed_M is None else x_ND[needed_M]
+            if not self.routes:
+                return x + self.dense(self.ffn_norm(x)), None
+            y, route = self.moe(
+                self.ffn_norm(x_ND), flat, needed_M=needed_M, memo=memo, recompute=recompute == "moe", **moe
+            )  # fmt: skip
+            return x + y, route
+
+        if memo is None:
+            return run(x_ND)
+        routes: list[Route | None] = []
+
+        def kept(x_ND: Tensor) -> Tensor:  # a checkpoint returns tensors; the route of the first run is the route
+            y, route = run(x_ND)
+            routes.append(route)
+            return y
+
+        y = checkpoint(kept, x_ND, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        assert isinstance(y, Tensor)
+        return y, routes[0]
 
 
 class Transformer(nn.Module):
-    """Decoder-only mixture-of-experts language model.
+    """Decoder-only mixture-of-experts language model, or the part of one that a process holds.
 
     Args:
-        config: the shape.
+        config: the shape of the whole model.
         dtype: of all parameters; the selection bias stays float32.
         device: where parameters are made.
         seed: matrices are drawn from N(0, init_std) with a generator of their own, in float32, so that the same seed
-            gives the same weights in every dtype and torch's global random state is left alone. None = memory is left
-            uninitialised, for a caller who fills it.
+            gives the same weights in every dtype and in every part, and torch's global random state is left alone.
+            None = memory is left uninitialised, for a caller who fills it.
+        part: what is held here; None = everything. Only a whole model can be called.
 
     >>> from moekit.model.presets import preset
     >>> out = Transformer(preset("tiny"))(Batch.make(torch.tensor([[5, 6, 7, 8]])))
@@ -88,38 +131,85 @@ class Transformer(nn.Module):
     torch.Size([3])
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device=None, seed: int | None = 0):
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device=None, seed: int | None = 0,
+        part: Part | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self.config = config
-        self.embed = Linear(config.width, config.vocab, dtype, device)  # used as a table: weight is [V, D]
-        self.layers = nn.ModuleList(Block(config, i, dtype, device) for i in range(config.layers))
-        self.final_norm = RMSNorm(config.width, config.norm_eps, dtype, device)
-        self.head = None if config.tied_head else Linear(config.width, config.vocab, dtype, device)
+        self.config, self.part = config, part or Part.whole(config)
+        held = [i for start, stop in self.part.stages for i in range(start, stop)]
+        last = config.layers - 1 in held
+        self.embed = self.final_norm = self.head = None
+        if 0 in held or (last and config.tied_head):
+            self.embed = Linear(config.width, config.vocab, dtype, device)  # used as a table: weight is [V, D]
+        self.layers = nn.ModuleList()
+        for i in held:  # named by their place in the whole model
+            self.layers.add_module(str(i), Block(config, i, dtype, device, self.part.experts))
+        if last:
+            self.final_norm = RMSNorm(config.width, config.norm_eps, dtype, device)
+            if not config.tied_head:
+                self.head = Linear(config.width, config.vocab, dtype, device)
         if seed is not None:
             self.initialize(seed)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Draw every weight anew: norms one, matrices N(0, init_std), selection bias zero."""
+        """Draw every weight anew: norms one, matrices N(0, init_std), selection bias zero.
+
+        A part draws the whole model's numbers and keeps its own, so that every cut gives the same weights.
+        """
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
+        mine = dict(self.named_parameters())
+        for parameter in mine.values():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
+        for name, whole in Transformer(self.config, device="meta", seed=None).named_parameters():
+            if whole.ndim == 1:
                 continue
-            for part in parameter if parameter.ndim == 3 else (parameter,):  # expert by expert: little extra memory
-                part.copy_(torch.randn(part.shape, generator=generator) * self.config.init_std)
+            start = self.part.experts[0]
+            for e in range(whole.shape[0] if whole.ndim == 3 else 1):  # expert by expert: little extra memory
+                drawn = torch.randn(whole.shape[-2:], generator=generator) * self.config.init_std
+                if name in mine and whole.ndim == 2:
+                    mine[name].copy_(drawn)
+                elif name in mine and 0 <= e - start < mine[name].shape[0]:
+                    mine[name][e - start].copy_(drawn)
         for buffer in self.buffers():
             buffer.zero_()
+
+    def keep(self, part: Part) -> Transformer:
+        """Cut a whole model down to a part, in place; returns self. What is left out is freed."""
+        if self.part != Part.whole(self.config):
+            raise ConfigError(f"this model is a part already ({self.part}); only a whole model can be cut")
+        empty = Transformer(self.config, device="meta", seed=None, part=part)
+        wanted = {name for name, _ in empty.named_modules()}
+        for name in [n for n in self.layers._modules if f"layers.{n}" not in wanted]:
+            del self.layers._modules[name]
+        for name in ("embed", "final_norm", "head"):
+            if name not in wanted:
+                setattr(self, name, None)
+        start, stop = part.experts
+        for block in self.blocks.values():
+            if block.routes and (start, stop) != block.moe.experts:
+                for weight in (block.moe.gate_up, block.moe.down):
+                    weight.data = weight.data[start:stop].clone()
+                block.moe.experts = (start, stop)
+        self.part = part
+        return self
+
+    @property
+    def blocks(self) -> dict[int, Block]:
+        """The blocks held here, by layer."""
+        return {int(name): block for name, block in self.layers.named_children()}  # pyright: ignore[reportReturnType]
 
     @property
     def head_weight(self) -> Tensor:
         """Output embedding [V, D]; the input embedding when tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        return (self.embed if self.config.tied_head else self.head).weight  # pyright: ignore
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.embed.weight.device
+        return next(self.parameters()).device
 
     def forward(
         self,
@@ -131,6 +221,7 @@ class Transformer(nn.Module):
         replay: list[Tensor] | None = None,
         record: bool = False,
         keep_hidden: bool = False,
+        recompute: Recompute = "none",
     ) -> Outputs:
         """Run a microbatch and score its labels.
 
@@ -138,49 +229,85 @@ class Transformer(nn.Module):
             batch: rows, or the same seen flat.
             elide: which expert rows are skipped because they cannot reach the loss: "none", "padding", or
                 "padding+last_layer" (the last layer runs labelled positions only). Loss and gradient are the same.
-            router_loss: `(layer, route, flat) -> scalar`, already scaled; reaches the gradient through the layer's
-                output, so the caller must not add it to the loss. In the last layer it sees all N positions too.
-            observer: told of every routed row, forward and backward.
+            router_loss: `(layer, route, flat, again) -> scalar`, already scaled; reaches the gradient through the
+                layer's output, so the caller must not add it to the loss. The last layer's sees all N positions too.
+            observer: told of every routed row, forward, recomputed and backward.
             replay: expert choices [N, K] to use, one tensor per routing layer, in flat order.
             record: keep what the routers decided.
             keep_hidden: also return the final hidden states of all positions.
+            recompute: activations that are computed again in the backward: of the experts ("moe"), of blocks ("block").
 
         Raises:
             DataError: a token outside the vocabulary, or a position past `max_positions`.
             ConfigError: an unknown `elide`, `replay` of the wrong length, or `keep_hidden` with rows elided that it
-                would need.
+                would need; a part of a model.
         """
-        flat = batch.flat if isinstance(batch, Batch) else batch
+        if len(self.part.stages) != 1 or self.part.stages[0] != (0, self.config.layers):
+            raise ConfigError(f"only layers {self.part.stages} are here; a Learner runs a model in parts")
+        flat = (batch.flat if isinstance(batch, Batch) else batch).to(self.device)
+        x, routes = self.stage(
+            0, None, flat, elide=elide, router_loss=router_loss, observer=observer, replay=replay,
+            keep_hidden=keep_hidden, recompute=recompute,
+        )  # fmt: skip
+        return self.finish(x, flat, routes if record else None, keep_hidden)
+
+    def stage(
+        self,
+        index: int,
+        x_ND: Tensor | None,
+        flat: Flat,
+        *,
+        elide: Elide = "padding",
+        router_loss: RouterLoss | None = None,
+        observer: Observer | None = None,
+        replay: list[Tensor] | None = None,
+        keep_hidden: bool = False,
+        recompute: Recompute = "none",
+    ) -> tuple[Tensor, list[Route]]:
+        """The layers `part.stages[index]`: hidden states of `flat` in (None = embed them), out, and the routes.
+
+        After the last layer with elide="padding+last_layer" only labelled positions are left, [M, D]. Other arguments
+        as for `forward`; `replay` has an entry for every routing layer of the whole model.
+        """
         self._check(flat, elide, replay, keep_hidden)
-        flat = flat.to(self.device)
-        x_ND = F.embedding(flat.ids_N, self.embed.weight)
+        start, stop = self.part.stages[index]
+        if start == 0:
+            x_ND = F.embedding(flat.ids_N, self.embed.weight)  # pyright: ignore[reportOptionalMemberAccess]
+        assert x_ND is not None
         angles = rope_angles(flat.position_N, self.config, x_ND.dtype)
         real = flat.positions if elide == "none" else flat.real
-        given = iter(replay or ())
-        routes: list[Route] = []
-        for i, block in enumerate(self.layers):
+        blocks, routes = self.blocks, list[Route]()
+        for i in range(start, stop):
+            block = blocks[i]
             last = elide == "padding+last_layer" and i == self.config.layers - 1
+            given = replay[self.config.moe_layers.index(i)].to(x_ND.device) if replay and block.routes else None
             x_ND, route = block(
                 x_ND,
                 flat,
                 angles,
                 needed_M=flat.label_index_M if last else None,
                 real=real,
-                replay_NK=next(given).to(self.device) if replay is not None and block.routes else None,
+                sizes=tuple(p.labels if last else p.positions if elide == "none" else p.real for p in flat.peers),
+                replay_NK=given,
                 router_loss=router_loss,
                 observer=observer,
+                recompute=recompute,
             )
-            if record and route is not None:
+            if route is not None:
                 routes.append(route)
+        return x_ND, routes
+
+    def finish(self, x_ND: Tensor, flat: Flat, routes: list[Route] | None = None, keep_hidden: bool = False) -> Outputs:
+        """Final norm, head and log-probs of what the last stage gave."""
         hidden_ND = None
         if keep_hidden:
-            hidden_ND = self.final_norm(x_ND)
+            hidden_ND = self.final_norm(x_ND)  # pyright: ignore[reportOptionalCall]
             hidden_MD = hidden_ND[flat.label_index_M]
         else:
             labelled = x_ND.shape[0] == flat.label_index_M.shape[0]  # the last layer may have left only those
-            hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])
+            hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])  # pyright: ignore
         logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M)
-        return Outputs(hidden_MD, logprob_M, routes if record else None, flat, hidden_ND)
+        return Outputs(hidden_MD, logprob_M, routes, flat, hidden_ND)
 
     def prefill(self, prompts: list[list[int]], room: int) -> tuple[Tensor, Cache]:
         """See `moekit.model.decode.prefill`."""

@@ -137,20 +137,25 @@ class RouterLoss:
         """Whether layers have anything to add on their own (not so for granularity "hf" without z-loss)."""
         return bool((self.config.balance and self.config.granularity != "hf") or self.config.z)
 
-    def __call__(self, layer: int, route: Any, flat: Flat) -> Tensor:
+    def __call__(self, layer: int, route: Any, flat: Flat, again: bool = False) -> Tensor:
+        """`again`: this is a recomputation for the backward, and its values are in `values` already."""
         c, total = self.config, route.logits_NE.new_zeros(())
         if c.balance and c.granularity != "hf":
             if c.granularity == "sequence":
                 value = balance_by_sequence(route, flat, c.scope)
             else:
                 value = balance_by_microbatch(route, flat, c.scope, self.all_reduce)
-            self.values["balance"].append(value.detach() / self.divisor)
+            self._note("balance", value, again)
             total = total + c.balance / self.divisor * value
         if c.z:
             value = z_sum(route, flat, c.scope)
-            self.values["z"].append(value.detach() / self.divisor)
+            self._note("z", value, again)
             total = total + c.z / self.divisor * value
         return total
+
+    def _note(self, name: str, value: Tensor, again: bool) -> None:
+        if not again:
+            self.values[name].append(value.detach() / self.divisor)
 
 
 def bias_step(count_E: Tensor, rate: float, *, zero_mean: bool = False) -> Tensor:
