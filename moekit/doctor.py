@@ -74,11 +74,8 @@ class Report:
 def report(runs: str | Path = "runs") -> Report:
     """Look at everything.
 
-    Args:
-        runs: the folder that holds the run folders of this project.
-
-    Returns:
-        `Report`; print it, or read `sections`, `warnings`, `missing` and `exit_code`.
+    Args: `runs`: the folder that holds the run folders of this project.
+    Returns: `Report`; print it, or read `sections`, `warnings`, `missing` and `exit_code`.
     """
     found = Report()
     for title, look in {

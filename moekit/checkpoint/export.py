@@ -63,8 +63,7 @@ def write(
         naming: "per_expert" as released checkpoints have it, or "fused".
         max_shard_bytes: largest file of weights; a tensor larger than that has a file of its own.
         overwrite: replace an existing Hugging Face folder at `path`.
-    Returns:
-        The folder's absolute path.
+    Returns: The folder's absolute path.
     Raises:
         ConfigError: the family cannot hold the model, or the tokenizer has more tokens than the model.
         CheckpointError: `path` exists, or `tokenizer` is not one.

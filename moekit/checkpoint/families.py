@@ -141,8 +141,7 @@ def config_from_hf(values: dict[str, Any], where: str = "config.json") -> ModelC
     Args:
         values: the parsed JSON object.
         where: its path, for error messages.
-    Returns:
-        The config, with `family` set. An absent key has the default of the family's own configuration class. Of
+    Returns: The config, with `family` set. An absent key has the default of the family's own configuration class. Of
         several eos ids the first is kept, and a special id outside the vocabulary, which no token can have, is None.
     Raises:
         CheckpointError: unknown family, a value of the wrong kind, or features that moekit's model does not have (all

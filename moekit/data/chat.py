@@ -48,8 +48,7 @@ class Document:
 def load_tokenizer(tokenizer: Any) -> Any:
     """A Hugging Face tokenizer: `tokenizer` itself, or what is in the folder of that name.
 
-    Raises:
-        DataError: no such folder, no chat template, or a tokenizer that cannot say which characters a token covers.
+    Raises DataError: no such folder, no chat template, or a tokenizer that cannot say which characters a token covers.
     """
     if isinstance(tokenizer, (str, Path)):
         from transformers import AutoTokenizer
@@ -101,7 +100,6 @@ def render_all(
         report: counts `examples` and lists rejected ones.
         reject: leave out conversations that cannot be used, and report them. False = raise.
         progress: called as `progress(done, total, "rendering")`.
-
     Raises:
         DataError: names the example and the template. The template refuses a conversation or ignores a message, there
             is no assistant message, or the assistant's turns cannot be found or have no token.

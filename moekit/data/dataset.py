@@ -27,9 +27,7 @@ def build(
         config: how examples become rows.
         reject: leave out examples that cannot be used, and report them. False (default) = raise at the first.
         progress: called as `progress(done, total, stage)` while rendering.
-
-    Raises:
-        DataError: the data cannot be used as given; names the line.
+    Raises DataError: the data cannot be used as given; names the line.
     """
     config = DataConfig() if config is None else config
     tokenizer = load_tokenizer(tokenizer)

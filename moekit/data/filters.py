@@ -21,9 +21,7 @@ def is_periodic(ids: np.ndarray | list[int], max_period: int = 13, min_repeats: 
         ids: [n] integers, one instance without its padding (pads are a pattern of period 1 themselves).
         max_period: longest pattern looked for, in tokens, at least 1.
         min_repeats: whole repeats needed, at least 2; a last partial repeat does not count.
-
-    Cost:
-        O(n * max_period), vectorised.
+    Cost: O(n * max_period), vectorised.
 
     >>> is_periodic([7] * 32), is_periodic([7] * 31), is_periodic([1, 2, 3] * 32), is_periodic(list(range(999)))
     (True, False, True, False)
@@ -40,12 +38,8 @@ def find_periodic(ids_N: np.ndarray, offset_I: np.ndarray, max_period: int = 13,
     Args:
         ids_N: [N] integers.
         offset_I: [I + 1] ascending, instance i is `ids_N[offset_I[i]:offset_I[i + 1]]`.
-
-    Returns:
-        [I] bool.
-
-    Cost:
-        `max_period` passes over N tokens.
+    Returns: [I] bool.
+    Cost: `max_period` passes over N tokens.
     """
     if max_period < 1 or min_repeats < 2:
         raise ConfigError(

@@ -71,8 +71,7 @@ class Rows:
     def batch(self, indices: Sequence[int] | np.ndarray | slice = slice(None)) -> Batch:
         """The rows `indices`, in that order, as a `Batch` [B, T]; B may be 0. `Batch.removed` counts these rows only.
 
-        Raises:
-            DataError: an index is not in 0..len(rows) - 1.
+        Raises DataError: an index is not in 0..len(rows) - 1.
         """
         chosen = np.arange(len(self))[indices] if isinstance(indices, slice) else np.asarray(indices, np.int64)
         bad = chosen[(chosen < 0) | (chosen >= len(self))]
@@ -122,9 +121,7 @@ def build_rows(
         documents: at least one.
         pad_id: the id at padding positions; never a label and never attended to.
         report: counts and events are added to it (`Rows.report`).
-
-    Raises:
-        DataError: there are no documents, or none has anything left to predict.
+    Raises DataError: there are no documents, or none has anything left to predict.
 
     >>> documents = [Document([5, 6, 2], [True] * 3), Document([7, 8, 2], [False, True, True])]
     >>> build_rows(documents, DataConfig(length=8)).batch().labels.tolist()
@@ -236,18 +233,11 @@ def _arrange(size_P: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.nda
 def best_fit_decreasing(size_P: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each piece: longest pieces first, each into the fullest row that still has room for it.
 
-    Args:
-        size_P: [P] integers in 1..capacity.
-
-    Returns:
-        [P] int64 row numbers without gaps; depends on the sizes and their order only.
-
-    Cost:
-        P steps; each looks up the tightest room in one integer of `capacity` bits (bit c set: some row has exactly c
+    Args: `size_P`: [P] integers in 1..capacity.
+    Returns: [P] int64 row numbers without gaps; depends on the sizes and their order only.
+    Cost: P steps; each looks up the tightest room in one integer of `capacity` bits (bit c set: some row has exactly c
         free positions), which is fast enough that no search tree is needed.
-
-    References:
-        Johnson et al. 1974 (best-fit decreasing); Ding et al. 2024, arXiv:2404.10830 (packing documents so).
+    References: Johnson et al. 1974 (best-fit decreasing); Ding et al. 2024, arXiv:2404.10830 (packing documents so).
 
     >>> best_fit_decreasing(np.array([2, 5, 3, 4]), 7).tolist()
     [0, 0, 1, 1]
@@ -280,11 +270,8 @@ def interleave(sizes: np.ndarray, chunks: int) -> np.ndarray:
     Every document is cut into `chunks` chunks that differ by at most one token (a document with fewer tokens has
     fewer chunks); the row is all first chunks, then all second chunks, and so on.
 
-    Args:
-        sizes: tokens of each document.
-
-    Returns:
-        [sum(sizes)] int64; entry i is the place of token i, counted document after document.
+    Args: `sizes`: tokens of each document.
+    Returns: [sum(sizes)] int64; entry i is the place of token i, counted document after document.
 
     >>> interleave(np.array([4, 3]), 2).tolist()
     [0, 1, 4, 5, 2, 3, 6]

@@ -50,9 +50,7 @@ def load_examples(source: Any, *, reject: Callable[[str, int, str], None] | None
             or a list of dictionaries (or of `Example`).
         reject: what to do with an example that cannot be used: called with (source, index, why), the example is left
             out. None = raise. Broken files always raise.
-
-    Raises:
-        DataError: no such file, broken JSON (which line), nothing in it, or an example without usable messages.
+    Raises DataError: no such file, broken JSON (which line), nothing in it, or an example without usable messages.
 
     >>> load_examples([{"prompt": "2 + 2 =", "completion": "4"}])[0].messages
     [{'role': 'user', 'content': '2 + 2 ='}, {'role': 'assistant', 'content': '4'}]

@@ -69,8 +69,7 @@ class Template:
     def spans(self, messages: list[Message], full: str) -> dict[int, Span]:
         """Character span of every assistant message (by its place) in the rendering `full`.
 
-        Raises:
-            Unproved: they cannot be proved, or a message is not rendered.
+        Raises Unproved: they cannot be proved, or a message is not rendered.
         """
         skeleton = self.skeleton(messages)
         found = _fill(skeleton, messages, full) if skeleton else None

@@ -85,8 +85,7 @@ class RowStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, on any number of ranks and with any `batch_rows`.
 
-        Raises:
-            DataError: the state was saved on other rows, or with another seed or order.
+        Raises DataError: the state was saved on other rows, or with another seed or order.
         """
         now = self.state()
         for name in ("rows", "fingerprint", "seed", "shuffle"):

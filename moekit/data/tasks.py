@@ -51,11 +51,8 @@ def make_task(
         size: how many items.
         seed: which ones; the same seed and settings give the same items.
         settings: reasoning-gym's settings of the task, on top of `SMALL[name]`.
-
-    Returns:
-        `size` dictionaries with `messages` (user: the question, assistant: the answer), and for `score`: `task`,
+    Returns: `size` dictionaries with `messages` (user: the question, assistant: the answer), and for `score`: `task`,
         `settings`, `entry` (question, answer and metadata as reasoning-gym made them).
-
     Raises:
         BackendError: reasoning-gym is not installed.
         DataError: no such task or setting, or it has fewer different questions than asked for.

@@ -142,8 +142,7 @@ def hash_folder(path: str | Path) -> str:
     Files are hashed one by one, in threads, and their names and digests in the order of names. The same weights cut
     into other shards have another hash.
 
-    Raises:
-        CheckpointError: no such folder, or no safetensors file in it.
+    Raises CheckpointError: no such folder, or no safetensors file in it.
 
     Cost: reads the folder once.
     """

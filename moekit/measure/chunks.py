@@ -129,8 +129,7 @@ def names(folder: Path) -> list[str]:
 def series(folder: Path, name: str, wanted: Collection[int] | None = None) -> Series:
     """All values of one array, or those of the wanted steps, in the order of steps. Shapes must agree over the run.
 
-    Raises:
-        RunError: no such array, a broken chunk, or a shape that changed on the way.
+    Raises RunError: no such array, a broken chunk, or a shape that changed on the way.
     """
     steps, values = [], []
     for path, chunk, held in _chunks(folder):

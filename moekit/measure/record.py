@@ -45,8 +45,7 @@ _LEADING_STEP = re.compile(rb'\{"step":(\d+)[,}]')
 def open_run(path: str | Path) -> Run:
     """Read a run folder, finished or still being written: metrics, arrays, config, card and state.
 
-    Raises:
-        RunError: no such folder, or one that is not a run.
+    Raises RunError: no such folder, or one that is not a run.
     """
     from .run import Run
 
@@ -124,7 +123,6 @@ class RunWriter:
         resume: the first step that will be written. What is recorded at that step or later comes from a future that
             the checkpoint does not know, and is cut; so is a half-written last line. None = a new run.
         rank: this process's rank; None = torch.distributed's, or 0. On other ranks every method does nothing.
-
     Raises:
         RunExistsError: a new run, in a folder that holds records already. Nothing is touched.
         StorageError: the folder cannot be written, or the disk is full. A record is written whole or not at all.

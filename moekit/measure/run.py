@@ -62,8 +62,7 @@ class Run:
     def arrays(self, name: str, steps: Collection[int] | None = None) -> Series:
         """One array over all steps, or some: `steps` [n] and `values` [n, ...]; name "policy/forward/decided", say.
 
-        Raises:
-            RunError: no such array; the message lists those that there are.
+        Raises RunError: no such array; the message lists those that there are.
         """
         return chunks.series(self.folder / record.ARRAYS, name, steps)
 
@@ -82,9 +81,7 @@ class Run:
             component: only this one.
             pass_name: only this one; without it, and without "pass" in `by`, passes are summed.
             steps: only these.
-
-        Raises:
-            ConfigError: an unknown axis.
+        Raises ConfigError: an unknown axis.
 
         >>> run.rows(by=("step", "class"), pass_name="forward")          # doctest: +SKIP
         """
@@ -156,8 +153,7 @@ class Run:
 def read_metrics(path: str | Path) -> pd.DataFrame:
     """A metrics.jsonl as a table indexed by step. A last line that is still being written is left out.
 
-    Raises:
-        RunError: a broken line, with its number.
+    Raises RunError: a broken line, with its number.
     """
     records, _ = record.read_records(path)
     if not records:

@@ -62,11 +62,8 @@ def demo(out: str | Path = "runs/demo", *, nproc: int = 2, steps: int | None = N
         out: run folder; made anew if an earlier demo made it, refused if it holds anything else.
         nproc: processes.
         steps: optimizer steps; None = `STEPS`.
-
-    Returns:
-        `scores` (task -> (before, after), shares of held-out questions answered right), `summary` of the run,
+    Returns: `scores` (task -> (before, after), shares of held-out questions answered right), `summary` of the run,
         `report`, and `transformers`: the largest difference between its logits and ours.
-
     Raises:
         RunExistsError: the folder holds something that no demo made, or a demo that is still going.
         JobError: the training failed.
@@ -177,8 +174,7 @@ def _config(folder: Path, steps: int) -> SFTConfig:
 def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chats: list[Any]) -> float:
     """Load `folder` with Transformers and compare logits; returns the largest relative difference.
 
-    Raises:
-        CheckpointError: it differs by more than 1e-4.
+    Raises CheckpointError: it differs by more than 1e-4.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

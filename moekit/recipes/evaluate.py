@@ -45,7 +45,6 @@ def open_model(
         tokenizer: a tokenizer folder; None = the model folder's, or the one that the checkpoint's run was given.
         dtype: "float32", "bfloat16" or "float64"; None = as stored.
         device: where the parameters go.
-
     Raises:
         CheckpointError, NumericsError: no such model, or a broken one.
         DataError: no tokenizer.
@@ -107,9 +106,7 @@ def sample(
         stop_ids: tokens that end an answer.
         batch: prompts decoded together.
         told: called as `told(done, total)` as prompts are finished.
-
-    Raises:
-        ConfigError: an empty prompt, one that leaves no room for its answer, or a negative temperature.
+    Raises ConfigError: an empty prompt, one that leaves no room for its answer, or a negative temperature.
 
     Cost: one pass over each prompt, then one over a token a step; rows that have stopped are dropped from the batch
     when half of it has.
@@ -209,8 +206,7 @@ def generate(
 def read_items(path: str | Path) -> list[dict[str, Any]]:
     """Held-out conversations as items for `evaluate`; a JSONL line may carry the task, settings and entry of its task.
 
-    Raises:
-        DataError: see `moekit.data.source.load_examples`.
+    Raises DataError: see `moekit.data.source.load_examples`.
     """
     examples = load_examples(path)
     if Path(path).suffix not in (".jsonl", ".ndjson"):
@@ -228,12 +224,9 @@ def evaluate(
     `moekit.data.tasks.make_task` are scored by their task's own scorer; others by equality, white space around the
     text aside.
 
-    Returns:
-        `score` (mean, 0 to 1), `exact` (share of items with score 1), `items`, `tasks` (the same three for each task)
-        and `answers` (question, wanted, answer and score of each item).
-
-    Raises:
-        DataError: no items, or one whose last message is not the assistant's.
+    Returns: `score` (mean, 0 to 1), `exact` (share of items with score 1), `items`, `tasks` (the same three for each
+        task) and `answers` (question, wanted, answer and score of each item).
+    Raises DataError: no items, or one whose last message is not the assistant's.
     """
     if not items:
         raise DataError("there are no items to evaluate on")

@@ -33,7 +33,6 @@ def run_sft(
         config: with `out=None`; the run folder is `out`.
         out: run folder; None = a new one under runs/.
         how: `threads`, `device`, `malloc`, ...: see `moekit.submit`.
-
     Raises:
         MoekitError: of the kind that `train` raised, if that was before the first step.
         JobError: the job failed on its way.

@@ -36,9 +36,7 @@ def weight_map(
     Args:
         weights: mode -> [S] weights; must hold `exact`.
         labels: [S] labelled positions of each document, the columns' names.
-
-    Raises:
-        DataError: `exact` is missing, or lengths differ.
+    Raises DataError: `exact` is missing, or lengths differ.
     """
     table = {mode: np.asarray(w, dtype=float) for mode, w in weights.items()}
     if exact not in table:
@@ -68,11 +66,8 @@ def across_cuts(
 ) -> Figure:
     """Gradient norm ratio and 1 - cosine of each convention over cuts into ranks x microbatches.
 
-    Args:
-        readings: of several modes and cuts; cuts are drawn in the order of their first reading.
-
-    Raises:
-        DataError: no readings.
+    Args: `readings`: of several modes and cuts; cuts are drawn in the order of their first reading.
+    Raises DataError: no readings.
     """
     table: dict[str, dict[str, Any]] = {}
     for r in readings:
@@ -117,11 +112,8 @@ def filter_bias(
 ) -> Figure:
     """Reported over exact loss against removed instances, for `kept_plus_filtered`; one line for each row length.
 
-    Args:
-        readings: T -> readings with more and more removed instances.
-
-    Raises:
-        DataError: no readings.
+    Args: `readings`: T -> readings with more and more removed instances.
+    Raises DataError: no readings.
     """
     if not any(readings.values()):
         raise DataError("no readings to draw; give row length T -> readings with 0, 1, 2, ... removed instances")

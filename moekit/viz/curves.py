@@ -26,9 +26,7 @@ def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, column
         panels: metric names; default: loss, supervised tokens a second, load.
         smooth: steps of a centred mean drawn over the raw line; 1 = the raw line only.
         columns: panels side by side; None = up to three.
-
-    Raises:
-        DataError: a metric that was not recorded; names those that are close.
+    Raises DataError: a metric that was not recorded; names those that are close.
 
     >>> fig = curves({"step/index": [1, 2, 3], "loss/sft": [2.5, 1.25, 0.5]}, "loss/sft")
     >>> [list(t.y) for t in fig.data]

@@ -36,9 +36,7 @@ def side_by_side(
         readings: mode -> reading, or readings with a `mode`; a reading is a dictionary or an object with loss,
             norm_ratio and cosine.
         norm_range: range of the norm axis; None = what the readings need.
-
-    Raises:
-        DataError: no reading, or one without norm_ratio and cosine.
+    Raises DataError: no reading, or one without norm_ratio and cosine.
     """
     table = _table(readings)
     modes, finite = list(table), math.isfinite
@@ -130,8 +128,7 @@ class Lab:
     def set(self, **setting: Any) -> Lab:
         """Move the lab to another setting and redraw.
 
-        Raises:
-            DataError: an unknown control, or a value that is not among its options.
+        Raises DataError: an unknown control, or a value that is not among its options.
         """
         for name, value in setting.items():
             if name not in self.controls:
@@ -207,10 +204,8 @@ def lab(
         modes: conventions to draw.
         ranks, microbatches: the values to offer.
         controls: further keyword arguments of `measure`, with the values to offer.
-
-    Returns:
-        Lab; it displays itself as the last value of a cell. Below sliders and figure its static twin is folded away,
-        so that a saved notebook keeps the last setting.
+    Returns: Lab; it displays itself as the last value of a cell. Below sliders and figure its static twin is folded
+        away, so that a saved notebook keeps the last setting.
     """
     return Lab(measure, modes, {"ranks": ranks, "microbatches": microbatches, **controls})
 

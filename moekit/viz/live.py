@@ -32,10 +32,7 @@ def live(job_or_folder: Any, *metrics: Panel, interval: float = 0.5) -> Live:
         metrics: names, one panel each; a tuple of names shares a panel. Default: loss, supervised tokens a second,
             busiest expert over the mean. A metric that has not been recorded yet starts when it is.
         interval: seconds between looks, at least 0.1.
-
-    Returns:
-        Live: `figure`, `done`, `wait()`, `close()`.
-
+    Returns: Live: `figure`, `done`, `wait()`, `close()`.
     Raises:
         ConfigError: no such run folder, or an interval that is not positive.
         BackendError: plotly is missing.

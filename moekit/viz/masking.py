@@ -30,11 +30,8 @@ SHADE = (0.35, 1.0)  # tints of a line's first and last point
 def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
     """Expert rows of every step, stacked by the class of their position.
 
-    Args:
-        source: a Run, a run folder, a DataFrame or a dictionary of columns with `rows/<class>`.
-
-    Raises:
-        DataError: no row counts in `source`.
+    Args: `source`: a Run, a run folder, a DataFrame or a dictionary of columns with `rows/<class>`.
+    Raises DataError: no row counts in `source`.
     """
     step, rows = by_class(source)
     if not len(step):
@@ -65,14 +62,9 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
 def per_supervised(source: Any) -> dict[str, float]:
     """Totals over the steps of a run, divided by its supervised tokens.
 
-    Args:
-        source: a Run, a run folder, a DataFrame or a dictionary of columns (one number each will do).
-
-    Returns:
-        rows/<class>, rows, and where recorded seconds (of steps) and bytes (of saved activations).
-
-    Raises:
-        DataError: no row counts, or no supervised token.
+    Args: `source`: a Run, a run folder, a DataFrame or a dictionary of columns (one number each will do).
+    Returns: rows/<class>, rows, and where recorded seconds (of steps) and bytes (of saved activations).
+    Raises DataError: no row counts, or no supervised token.
 
     >>> per_supervised({"rows/supervised": [8, 8], "rows/context": [24, 8], "tokens/supervised": [4, 4]})["rows"]
     6.0
@@ -93,8 +85,7 @@ def per_supervised(source: Any) -> dict[str, float]:
 def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one supervised token costs") -> Figure:
     """Rows, saved bytes and seconds per supervised token, one line for each configuration.
 
-    Args:
-        configurations: name -> a Run, run folder, table of metrics, or a result of `per_supervised`.
+    Args: `configurations`: name -> a Run, run folder, table of metrics, or a result of `per_supervised`.
 
     A panel is drawn for bytes and for seconds when at least one configuration recorded them.
     """
@@ -148,9 +139,7 @@ def two_rates(
     Args:
         points: (line, point) -> a Run, run folder, table or dictionary of metrics; the median over steps is drawn.
             Points of a line go from light to dark in the order given.
-
-    Raises:
-        DataError: no point, or one without the two rates (or with a rate of 0).
+    Raises DataError: no point, or one without the two rates (or with a rate of 0).
     """
     rates = {key: _rates(key, source) for key, source in points.items()}
     if not rates:

@@ -48,7 +48,6 @@ def write_report(
         readings: the denominators side by side (`viz.denominators.side_by_side`); None = `denominators.json` in the
             folder, if there is one.
         interactive: plotly figures instead of pictures; the page then carries plotly's script (about 5 MB).
-
     Raises:
         RunError: no such run.
         DataError: the run has not recorded a single step.

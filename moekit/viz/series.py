@@ -25,11 +25,8 @@ STEP = ("step", "step/index")  # the loop's round; the learner's count, which st
 def columns(source: Any) -> dict[str, np.ndarray]:
     """Every metric of a run as a float array over steps; missing values are NaN.
 
-    Args:
-        source: a Run, a run folder, a DataFrame, a mapping of columns, or a sequence of step dictionaries.
-
-    Raises:
-        DataError: nothing in `source` looks like metrics.
+    Args: `source`: a Run, a run folder, a DataFrame, a mapping of columns, or a sequence of step dictionaries.
+    Raises DataError: nothing in `source` looks like metrics.
 
     >>> columns([{"loss/sft": 2.0}, {"loss/sft": 1.5, "lr": 0.1}])["lr"].tolist()
     [nan, 0.1]
@@ -62,9 +59,7 @@ def pick(source: Any, *names: str, optional: bool = False) -> tuple[np.ndarray, 
         source: as in `columns`.
         names: metric names.
         optional: leave missing metrics out instead of raising.
-
-    Raises:
-        DataError: a metric is missing; names those that are close, or all.
+    Raises DataError: a metric is missing; names those that are close, or all.
     """
     found = columns(source)
     missing = [name for name in names if name not in found]
@@ -93,9 +88,7 @@ def counts(source: Any, step: int | None = None, scope: str = "all") -> tuple[np
         source: counts [L, E] or [L, C, E], a Run, a run folder, or one step's arrays (`RowCounter.arrays`).
         step: the step to read; None = the mean over all recorded steps.
         scope: "all" (every token: all classes but padding) or "supervised".
-
-    Returns:
-        counts [L, E], a name for each layer, and what they are of in words.
+    Returns: counts [L, E], a name for each layer, and what they are of in words.
     """
     if scope not in ("all", "supervised"):
         raise DataError(f"scope={scope!r} is not one of 'all', 'supervised'")

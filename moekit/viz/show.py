@@ -97,12 +97,8 @@ def show(
         rows: which rows; None = all.
         max_rows: rows that are drawn; all chosen rows are counted.
         max_positions: positions drawn of each row.
-
-    Returns:
-        Shown, which displays itself; `counts` holds the positions of each class.
-
-    Raises:
-        DataError: no such row, or something that is no batch.
+    Returns: Shown, which displays itself; `counts` holds the positions of each class.
+    Raises DataError: no such row, or something that is no batch.
 
     >>> import torch
     >>> batch = Batch.make(torch.tensor([[5, 6, 7, 2]]), labels=torch.tensor([[-100, 7, 2, -100]]))

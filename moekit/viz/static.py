@@ -30,9 +30,7 @@ def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
         fig: a plotly figure made of scatter, bar and heatmap traces.
         format: "png", "svg" or "pdf".
         scale: pixels of the PNG for one pixel of the figure.
-
-    Raises:
-        BackendError: matplotlib is missing, or the figure has a trace kind that the twin does not draw.
+    Raises BackendError: matplotlib is missing, or the figure has a trace kind that the twin does not draw.
     """
     mpl = need("matplotlib", "the static twin of a figure")
     out = io.BytesIO()
