@@ -18,26 +18,17 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, StorageError
-from .families import FAMILIES, Family
+from .families import FAMILIES, Family, config_to_hf
 from .huggingface import CONFIG, INDEX, SINGLE, check_parameters, check_tokenizer, read_json
 from .names import Naming, Piece, pieces
 from .save import new_folder
 
 # what a tokenizer folder may hold; everything else in a base checkpoint's folder belongs to its weights
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model",
-)
+)  # fmt: skip
 _GENERATION = "generation_config.json"
 
 
@@ -87,10 +78,11 @@ def write(
     _check_room(path, sum(size.values()))
     shards = _shards(table, size, max_shard_bytes)
     with new_folder(path, overwrite=overwrite) as folder:
-        files = _shard_names(len(shards))
+        n = len(shards)
+        files = [SINGLE] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
         for file, shard in zip(files, shards):
             save_file({p.name: _part(parameters[p.parameter], p) for p in shard}, folder / file, {"format": "pt"})
-        if len(shards) > 1:
+        if n > 1:
             total = {"total_parameters": sum(math.prod(p.shape) for p in table), "total_size": sum(size.values())}
             where = {p.name: file for file, shard in zip(files, shards) for p in shard}
             _dump(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
@@ -126,76 +118,20 @@ def choose_family(config: ModelConfig, family: str | None = None) -> Family:
     return FAMILIES[name]
 
 
-def config_to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
-    """The config.json of `config` as `family`, complete, so that no default of any version decides anything.
-
-    `rope_theta` and `num_experts` are written in the older spelling too, which Transformers 4 and other engines read.
-    """
-    values: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.name,
-        "dtype": dtype,
-        "vocab_size": config.vocab,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "num_experts_per_tok": config.top_k,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied_head,
-        "initializer_range": config.init_std,
-        "attention_dropout": 0.0,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_id,
-        "pad_token_id": config.pad_id,
-        "output_router_logits": False,
-        "router_aux_loss_coef": family.router_loss,
-        "use_cache": True,
-        family.width_key: config.expert_width,
-    }
-    if family.free_head_dim:
-        values["head_dim"] = config.head_dim
-    if family.normalizes is None:
-        values["norm_topk_prob"] = config.normalize_gates or config.gate == "topk_softmax"
-    if family.name == "mixtral":
-        values |= {"num_local_experts": config.experts, "sliding_window": None, "router_jitter_noise": 0.0}
-    else:
-        values |= {"num_experts": config.experts, "attention_bias": False}
-    if family.name == "olmoe":
-        values["clip_qkv"] = None
-    if family.dense_layers:
-        values |= {
-            "intermediate_size": config.dense_width or config.expert_width,
-            "mlp_only_layers": sorted(config.dense_layers),
-            "decoder_sparse_step": 1,
-            "use_sliding_window": False,
-            "sliding_window": None,
-        }
-    return dict(sorted(values.items()))
-
-
 def _cannot_hold(config: ModelConfig, family: Family) -> list[str]:
-    normalized = config.normalize_gates or config.gate == "topk_softmax"
-    checks = [
-        (not config.selection_bias, "selection_bias=True"),
-        (not config.shared_width, f"shared experts (shared_width={config.shared_width})"),
-        (config.gate != "sigmoid", "gate='sigmoid'"),
-        (not config.dense_layers or family.dense_layers, f"dense_layers={config.dense_layers}"),
-        (config.qk_norm == family.qk_norm, f"qk_norm={config.qk_norm!r} (it has {family.qk_norm!r})"),
-        (
-            family.normalizes is None or family.normalizes == normalized,
-            f"normalize_gates={config.normalize_gates} (it always normalises)",
-        ),
-        (
-            family.free_head_dim or config.head_dim * config.heads == config.width,
-            f"head_dim={config.head_dim} (it has width / heads = {config.width / config.heads:g})",
-        ),
-    ]
-    return [what for holds, what in checks if not holds]
+    always = family.normalizes is None or family.normalizes == (config.normalize_gates or config.gate == "topk_softmax")
+    square = config.head_dim * config.heads == config.width
+    checks = {
+        "selection_bias=True": not config.selection_bias,
+        f"shared experts (shared_width={config.shared_width})": not config.shared_width,
+        "gate='sigmoid'": config.gate != "sigmoid",
+        f"dense_layers={config.dense_layers}": not config.dense_layers or family.dense_layers,
+        f"qk_norm={config.qk_norm!r} (it has {family.qk_norm!r})": config.qk_norm == family.qk_norm,
+        f"normalize_gates={config.normalize_gates} (it always normalises)": always,
+        f"head_dim={config.head_dim} (it has width / heads = {config.width / config.heads:g})": family.free_head_dim
+        or square,
+    }
+    return [what for what, holds in checks.items() if not holds]
 
 
 def _part(parameter: Tensor, piece: Piece) -> Tensor:
@@ -206,21 +142,13 @@ def _part(parameter: Tensor, piece: Piece) -> Tensor:
 
 
 def _shards(table: list[Piece], size: dict[str, int], limit: int) -> list[list[Piece]]:
-    shards: list[list[Piece]] = [[]]
-    room = limit
+    shards, room = [[]], limit
     for piece in table:
         if shards[-1] and size[piece.name] > room:
-            shards.append([])
-            room = limit
+            shards, room = [*shards, []], limit
         shards[-1].append(piece)
         room -= size[piece.name]
     return shards
-
-
-def _shard_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _check_room(path: Path, need: int) -> None:

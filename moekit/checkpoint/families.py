@@ -15,17 +15,28 @@ from typing import Any
 from ..config import ModelConfig, QKNorm
 from ..errors import CheckpointError, ConfigError
 
+# fmt: off
 # what the three configuration classes agree on, for keys that a file leaves out
 _COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "norm_topk_prob": False,
-    "rope_theta": 10000.0,
+    "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "norm_topk_prob": False,
+    "rope_theta": 10000.0, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }
+# ModelConfig's field -> the key of config.json that holds the same value
+_INTEGERS = {
+    "vocab": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "top_k": "num_experts_per_tok", "max_positions": "max_position_embeddings",
+}
+_NUMBERS = {"norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
+_TOKENS = {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
+# keys that must be absent, zero or false
+_ABSENT = {
+    "attention_bias": "moekit's projections have no bias",
+    "attention_dropout": "moekit has no dropout; set it to 0",
+    "router_jitter_noise": "moekit's router has no noise; set it to 0",
+    "quantization_config": "read the weights before quantisation",
+    "per_layer_config": "moekit's layers share one shape",
+}
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -51,78 +62,36 @@ class Family:
         return self.defaults.get(key, _COMMON.get(key))
 
 
-FAMILIES: dict[str, Family] = {
-    "olmoe": Family(
-        name="olmoe",
-        architecture="OlmoeForCausalLM",
-        qk_norm="full",
-        normalizes=None,
-        dense_layers=False,
-        free_head_dim=False,
-        router_loss=0.01,
-        defaults={
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "pad_token_id": 1,
-            "eos_token_id": 50279,
+# fmt: off
+FAMILIES: dict[str, Family] = {f.name: f for f in (
+    Family(
+        "olmoe", "OlmoeForCausalLM", qk_norm="full", normalizes=None, dense_layers=False, free_head_dim=False,
+        router_loss=0.01, defaults={
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
+            "num_experts_per_tok": 8, "pad_token_id": 1, "eos_token_id": 50279,
         },
     ),
-    "qwen3_moe": Family(
-        name="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
-        qk_norm="head",
-        normalizes=None,
-        dense_layers=True,
-        free_head_dim=True,
-        router_loss=0.001,
-        defaults={
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-6,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "decoder_sparse_step": 1,
-            "sliding_window": 4096,
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", normalizes=None, dense_layers=True, free_head_dim=True,
+        router_loss=0.001, defaults={
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+            "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+            "num_experts_per_tok": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+            "decoder_sparse_step": 1, "sliding_window": 4096,
         },
     ),
-    "mixtral": Family(
-        name="mixtral",
-        architecture="MixtralForCausalLM",
-        qk_norm="none",
-        normalizes=True,
-        dense_layers=False,
-        free_head_dim=True,
-        router_loss=0.001,
-        defaults={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 4096 * 32,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
+    Family(
+        "mixtral", "MixtralForCausalLM", qk_norm="none", normalizes=True, dense_layers=False, free_head_dim=True,
+        router_loss=0.001, defaults={
+            "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2,
+            "bos_token_id": 1, "eos_token_id": 2,
         },
     ),
-}
+)}
+# fmt: on
 
 
 def family_of(values: dict[str, Any], where: str = "config.json") -> Family:
@@ -149,38 +118,62 @@ def config_from_hf(values: dict[str, Any], where: str = "config.json") -> ModelC
     """
     family = family_of(values, where)
     read = _Reader(values, family, where)
-    layers, heads, width = (read.integer(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    vocab, max_positions = read.integer("vocab_size"), read.integer("max_position_embeddings")
-    theta = _refuse_unknown_features(read, width, heads, max_positions)
-    dense = _dense_layers(read, layers)
+    same: dict[str, Any] = {field: read.integer(key) for field, key in _INTEGERS.items()}
+    same |= {field: read.number(key) for field, key in _NUMBERS.items()}
+    same |= {field: read.token_id(key, same["vocab"]) for field, key in _TOKENS.items()}
+    theta = _refuse_unknown_features(read, same["width"] // max(same["heads"], 1), same["max_positions"])
+    dense = _dense_layers(read, same["layers"])
     try:
         return ModelConfig(
-            vocab=vocab,
-            width=width,
-            layers=layers,
-            heads=heads,
+            **same,
             kv_heads=read.integer("num_key_value_heads", or_none=True),
-            head_dim=read.integer("head_dim", or_none=True) or width // max(heads, 1),
+            head_dim=read.integer("head_dim", or_none=True) or same["width"] // max(same["heads"], 1),
             experts=read.experts(),
-            top_k=read.integer("num_experts_per_tok"),
             expert_width=read.integer(family.width_key),
             dense_layers=dense,
             dense_width=read.integer("intermediate_size") if dense else 0,
             gate="softmax",
             normalize_gates=bool(read.value("norm_topk_prob")) if family.normalizes is None else family.normalizes,
             qk_norm=family.qk_norm,
-            norm_eps=read.number("rms_norm_eps"),
             rope_theta=theta,
-            max_positions=max_positions,
             tied_head=bool(read.value("tie_word_embeddings")),
-            init_std=read.number("initializer_range"),
             family=family.name,  # type: ignore[arg-type]
-            bos_id=read.token_id("bos_token_id", vocab),
-            eos_id=read.token_id("eos_token_id", vocab),
-            pad_id=read.token_id("pad_token_id", vocab),
         )
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from error
+
+
+def config_to_hf(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    """The config.json of `config` as `family`, complete, so that no default of any version decides anything.
+
+    `rope_theta` and `num_experts` are written in the older spelling too, which Transformers 4 and other engines read.
+    """
+    values = {key: getattr(config, field) for field, key in {**_INTEGERS, **_NUMBERS, **_TOKENS}.items()}
+    # fmt: off
+    values |= {
+        "architectures": [family.architecture], "model_type": family.name, "dtype": dtype, "hidden_act": "silu",
+        "num_key_value_heads": config.kv_heads, "tie_word_embeddings": config.tied_head, "attention_dropout": 0.0,
+        "rope_theta": config.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "output_router_logits": False, "router_aux_loss_coef": family.router_loss, "use_cache": True,
+        family.width_key: config.expert_width,
+    }
+    if family.free_head_dim:
+        values["head_dim"] = config.head_dim
+    if family.normalizes is None:
+        values["norm_topk_prob"] = config.normalize_gates or config.gate == "topk_softmax"
+    if family.name == "mixtral":
+        values |= {"num_local_experts": config.experts, "sliding_window": None, "router_jitter_noise": 0.0}
+    else:
+        values |= {"num_experts": config.experts, "attention_bias": False}
+    if family.name == "olmoe":
+        values["clip_qkv"] = None
+    if family.dense_layers:
+        values |= {
+            "intermediate_size": config.dense_width or config.expert_width, "decoder_sparse_step": 1,
+            "mlp_only_layers": sorted(config.dense_layers), "use_sliding_window": False, "sliding_window": None,
+        }
+    # fmt: on
+    return dict(sorted(values.items()))
 
 
 class _Reader:
@@ -200,9 +193,9 @@ class _Reader:
 
     def number(self, key: str) -> float:
         value = self.value(key)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        raise CheckpointError(f"{self.where}: {key}={value!r} is not a number")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not a number")
+        return float(value)
 
     def experts(self) -> int:
         # one number under two names: Transformers 5 saves num_local_experts where Qwen's own files say num_experts
@@ -227,7 +220,7 @@ def _dense_layers(read: _Reader, layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(layers) if i in listed or (i + 1) % step)
 
 
-def _refuse_unknown_features(read: _Reader, width: int, heads: int, max_positions: int) -> float:
+def _refuse_unknown_features(read: _Reader, head_dim: int, max_positions: int) -> float:
     """Raises one error with every feature that moekit's model lacks; returns the rotary base."""
     values, problems = read.values, []
 
@@ -235,28 +228,23 @@ def _refuse_unknown_features(read: _Reader, width: int, heads: int, max_position
         if not ok:
             problems.append(f"{key}={read.value(key)!r} ({why})")
 
+    for key, why in _ABSENT.items():
+        need(not values.get(key), key, why)
     need(read.value("hidden_act") in ("silu", "swish"), "hidden_act", "moekit's experts are SwiGLU: silu")
-    need(not values.get("attention_bias"), "attention_bias", "moekit's projections have no bias")
     need(values.get("clip_qkv") is None, "clip_qkv", "moekit does not clip queries, keys and values")
-    need(not values.get("attention_dropout"), "attention_dropout", "moekit has no dropout; set it to 0")
-    need(not values.get("router_jitter_noise"), "router_jitter_noise", "moekit's router has no noise; set it to 0")
-    need(not values.get("quantization_config"), "quantization_config", "read the weights before quantisation")
-    need(not values.get("per_layer_config"), "per_layer_config", "moekit's layers share one shape")
     need(values.get("partial_rotary_factor") in (None, 1, 1.0), "partial_rotary_factor", "moekit rotates whole heads")
     kinds = {kind for kind in values.get("layer_types") or [] if kind != "full_attention"}
     need(not kinds, "layer_types", "moekit's attention is full attention")
     window = read.value("sliding_window")
     if read.family.name == "qwen3_moe" and not values.get("use_sliding_window"):
         window = None  # this family ignores the number unless it is switched on
-    need(
-        window is None or window >= max_positions,
-        "sliding_window",
+    why = (
         f"shorter than max_position_embeddings={max_positions} and moekit's attention has no window; to train within "
-        "the window, set max_position_embeddings to it in a copy of config.json",
+        "the window, set max_position_embeddings to it in a copy of config.json"
     )
+    need(window is None or window >= max_positions, "sliding_window", why)
     if not read.family.free_head_dim:
-        head_dim = values.get("head_dim")
-        need(head_dim in (None, width // max(heads, 1)), "head_dim", f"{read.family.name} has width / heads")
+        need(values.get("head_dim") in (None, head_dim), "head_dim", f"{read.family.name} has width / heads")
     theta = _rope_theta(read, problems)
     if problems:
         raise CheckpointError(f"{read.where}: moekit cannot hold {'; '.join(problems)}")

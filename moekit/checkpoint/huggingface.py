@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,17 @@ def stored_tensors(path: str | Path) -> dict[str, Stored]:
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
         raise CheckpointError(f"{folder} has both {SINGLE} and {INDEX}; remove the one that is out of date")
-    if single.exists():
-        files, listed = [single], None
-    elif index.exists():
-        listed = read_json(index).get("weight_map")
-        shards = sorted(set(listed.values())) if isinstance(listed, dict) else []
-        if not shards or any(shard != Path(shard).name for shard in shards):
-            raise CheckpointError(f"{index} has no usable weight_map of tensor names to files of this folder")
-        files = [folder / shard for shard in shards]
-    else:
+    if not (single.exists() or index.exists()):
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; moekit reads safetensors only")
+    listed = read_json(index).get("weight_map") if index.exists() else {}
+    shards = sorted(set(listed.values())) if isinstance(listed, dict) else []
+    if index.exists() and (not shards or any(shard != Path(shard).name for shard in shards)):
+        raise CheckpointError(f"{index} has no usable weight_map of tensor names to files of this folder")
     found: dict[str, Stored] = {}
-    for file in files:
+    for file in [folder / shard for shard in shards] or [single]:
         try:
             with safe_open(file, framework="pt") as f:
-                names = f.keys()
-                for name in names:
+                for name in f.keys():  # noqa: SIM118 (it is no dictionary)
                     if name in found:
                         raise CheckpointError(f"the tensor {name!r} is in {found[name].file.name} and in {file.name}")
                     part = f.get_slice(name)
@@ -81,7 +77,7 @@ def stored_tensors(path: str | Path) -> dict[str, Stored]:
             raise CheckpointError(f"{file} is missing, and {INDEX} names it") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
-    lost = [n for n, file in (listed or {}).items() if n not in found or found[n].file.name != file]
+    lost = [n for n, file in listed.items() if n not in found or found[n].file.name != file]
     if lost:
         raise CheckpointError(f"{INDEX} names tensors that are not in the files it says: {_names(lost)}")
     return found
@@ -93,9 +89,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     bfloat16 where all tensors are; float64 where one is; else float32, so float16 becomes float32.
     """
     kinds = {stored.dtype for stored in stored_tensors(path).values()}
-    if kinds == {"BF16"}:
-        return torch.bfloat16
-    return torch.float64 if "F64" in kinds else torch.float32
+    return torch.bfloat16 if kinds == {"BF16"} else torch.float64 if "F64" in kinds else torch.float32
 
 
 @torch.no_grad()
@@ -145,10 +139,9 @@ def check_tokenizer(config: ModelConfig, tokenizer: Any) -> None:
     if isinstance(tokenizer, (str, Path)):
         tokenizer = _tokenizer_of(Path(tokenizer).expanduser())
     ids = tokenizer.get_vocab().values()
-    largest = max(ids, default=-1)
-    if largest >= config.vocab:
+    if max(ids, default=-1) >= config.vocab:
         raise ConfigError(
-            f"the tokenizer has {len(ids)} tokens with ids up to {largest}, the model vocab={config.vocab}: use the "
+            f"the tokenizer has {len(ids)} tokens with ids up to {max(ids)}, the model vocab={config.vocab}: use the "
             "tokenizer that belongs to this model"
         )
 
@@ -164,15 +157,13 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
     wrong = [n for n in parameters.keys() | covered.keys() if n not in covered or n not in parameters]
     if wrong:
         raise CheckpointError(f"the Hugging Face family has no place for, or the model lacks: {_names(wrong)}")
-    for name, parameter in parameters.items():
-        if parameter.is_meta:
+    for name, p in parameters.items():
+        if p.is_meta:
             raise CheckpointError(
                 f"the parameter {name} is on the meta device and holds no memory; call to_empty first"
             )
-        if parameter.numel() != covered[name]:
-            raise CheckpointError(
-                f"{name} has shape {tuple(parameter.shape)}, model.config says {covered[name]} numbers"
-            )
+        if p.numel() != covered[name]:
+            raise CheckpointError(f"{name} has shape {tuple(p.shape)}, model.config says {covered[name]} numbers")
     return parameters
 
 
@@ -188,11 +179,10 @@ def _plan(config: ModelConfig, family: Family, stored: dict[str, Stored]) -> dic
     for piece in pieces(config, family):
         if piece.parameter in fused and find(fused[piece.parameter]):
             piece = fused[piece.parameter]
-        name = find(piece)
-        if name is None:
+        if (name := find(piece)) is None:
             problems["missing"].append(piece.name)
-            continue
-        plan[name] = piece
+        else:
+            plan[name] = piece
     for name, tensor in stored.items():
         if name not in plan:
             # a tied head stored once more is compared with the embedding; rotary frequencies follow from the config
@@ -226,11 +216,12 @@ def _copy(source, run: Tensor, name: str, file: Path, allow_nonfinite: bool) -> 
 def _check_tied(config: ModelConfig, stored: dict[str, Stored]) -> None:
     if not config.tied_head or "lm_head.weight" not in stored:
         return
-    two = []
-    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+
+    def read(name: str) -> Tensor:
         with safe_open(stored[name].file, framework="pt") as f:
-            two.append(f.get_tensor(name))
-    if not torch.equal(*two):
+            return f.get_tensor(name)
+
+    if not torch.equal(read("lm_head.weight"), read("model.embed_tokens.weight")):
         raise CheckpointError(
             f"{stored['lm_head.weight'].file} has an lm_head.weight of its own although tie_word_embeddings is true; "
             "set it to false in config.json, or remove the tensor"
@@ -238,10 +229,9 @@ def _check_tied(config: ModelConfig, stored: dict[str, Stored]) -> None:
 
 
 def _tokenizer_of(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        raise CheckpointError(
-            f"{folder} holds no tokenizer (no tokenizer.json, tokenizer_config.json, tokenizer.model)"
-        )
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not any((folder / name).is_file() for name in files):
+        raise CheckpointError(f"{folder} holds no tokenizer (no {', '.join(files)})")
     if (folder / "tokenizer.json").is_file():
         from tokenizers import Tokenizer
 
@@ -280,8 +270,5 @@ def _names(names: list[str]) -> str:
     """All names; where there are very many, those that differ in numbers only as one pattern with its count."""
     if len(names) <= _LISTED:
         return ", ".join(sorted(names))
-    patterns: dict[str, int] = {}
-    for name in names:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        patterns[pattern] = patterns.get(pattern, 0) + 1
+    patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return ", ".join(f"{pattern} ({count} of them)" for pattern, count in sorted(patterns.items()))

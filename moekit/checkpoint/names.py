@@ -65,14 +65,9 @@ def pieces(config: ModelConfig, family: Family, naming: Naming = "per_expert") -
     for i in range(c.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", c.width)
-        attention = f"{theirs}.self_attn"
-        split(
-            f"{ours}.attention.qkv.weight",
-            c.width,
-            (f"{attention}.q_proj.weight", heads),
-            (f"{attention}.k_proj.weight", kv_heads),
-            (f"{attention}.v_proj.weight", kv_heads),
-        )
+        attention, width = f"{theirs}.self_attn", c.width
+        qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
+        split(f"{ours}.attention.qkv.weight", width, *((f"{attention}.{n}_proj.weight", r) for n, r in qkv.items()))
         if c.qk_norm != "none":
             whole(f"{ours}.attention.q_norm.weight", f"{attention}.q_norm.weight", norm_q)
             whole(f"{ours}.attention.k_norm.weight", f"{attention}.k_norm.weight", norm_k)
@@ -94,13 +89,10 @@ def pieces(config: ModelConfig, family: Family, naming: Naming = "per_expert") -
         gate, up, down = ("w1", "w3", "w2") if family.name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         size = c.expert_width * c.width  # of one matrix of one expert
         for e in range(c.experts):
-            expert = f"{block}.experts.{e}"
-            first = 2 * e * size
-            out += [
-                Piece(f"{expert}.{gate}.weight", (c.expert_width, c.width), f"{ours}.moe.gate_up", first),
-                Piece(f"{expert}.{up}.weight", (c.expert_width, c.width), f"{ours}.moe.gate_up", first + size),
-                Piece(f"{expert}.{down}.weight", (c.width, c.expert_width), f"{ours}.moe.down", e * size),
-            ]
+            for name, start in ((gate, 2 * e), (up, 2 * e + 1), (down, e)):
+                shape = (c.width, c.expert_width) if name == down else (c.expert_width, c.width)
+                parameter = f"{ours}.moe.{'down' if name == down else 'gate_up'}"
+                out.append(Piece(f"{block}.experts.{e}.{name}.weight", shape, parameter, start * size))
     whole("final_norm.weight", "model.norm.weight", c.width)
     if not c.tied_head:
         whole("head.weight", "lm_head.weight", c.vocab, c.width)
