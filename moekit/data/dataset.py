@@ -12,13 +12,9 @@ from .source import Progress, load_examples
 
 
 def build(
-    data: Any,
-    tokenizer: Any,
-    config: DataConfig | None = None,
-    *,
-    reject: bool = False,
+    data: Any, tokenizer: Any, config: DataConfig | None = None, *, reject: bool = False,
     progress: Progress | None = None,
-) -> Rows:
+) -> Rows:  # fmt: skip
     """Rows of fixed length from chats. `rows.report` says what became of every example.
 
     Args:
@@ -47,7 +43,4 @@ def pad_id(tokenizer: Any) -> int:
 
     Padding is known by its place (segment -1), never by its id, so any id will do.
     """
-    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if found is not None:
-            return int(found)
-    return 0
+    return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

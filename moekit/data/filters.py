@@ -2,9 +2,9 @@
 
 Axis letters: N tokens of many instances laid end to end, I instances.
 
-Such sequences (a loop of dashes, a stuck generation, a table of zeros) carry a large gradient and teach nothing. The
-filter removes the whole instance from the loss; its tokens stay in the row and are still routed, which is why it
-belongs to the accounting (`kept_plus_filtered` in `moekit.objectives.denominator`).
+Such sequences (a loop of dashes, a stuck generation) carry a large gradient and teach nothing. The filter removes the
+whole instance from the loss; its tokens stay in the row and are still routed, which is why it belongs to the
+accounting (`kept_plus_filtered` in `moekit.objectives.denominator`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def find_periodic(ids_N: np.ndarray, offset_I: np.ndarray, max_period: int = 13,
     Cost: `max_period` passes over N tokens.
     """
     if max_period < 1 or min_repeats < 2:
-        raise ConfigError(
-            f"instance filter: max_period={max_period} must be at least 1 and min_repeats={min_repeats} at least 2"
-        )
+        raise ConfigError(f"filter: max_period={max_period} must be at least 1, min_repeats={min_repeats} at least 2")
     offset_I = np.asarray(offset_I, np.int64)
     found_I = np.zeros(len(offset_I) - 1, bool)
     length_I = np.diff(offset_I)

@@ -1,7 +1,6 @@
-"""What became of every example on its way into rows: numbers to print and events to list.
+"""What became of every example on its way into rows: nothing is rejected, cut or filtered in silence.
 
-Nothing is rejected, cut or filtered in silence. `Report.counts` has the totals, `Report.events` one entry for every
-example to which something happened, with where it came from and why.
+`Report.counts` has the totals, `Report.events` every example to which something happened, where it came from and why.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Report:
         self.events.append(Event(source, index, reason, why))
 
     def select(self, reason: str | None = None) -> list[Event]:
-        """The events, or those of one reason (`Report.counts` says how many there are of each)."""
+        """The events, or those of one reason."""
         if reason is not None and reason not in REASONS:
             raise ValueError(f"reason={reason!r} is not one of {', '.join(REASONS)}")
         return [e for e in self.events if reason in (None, e.reason)]
@@ -52,10 +51,8 @@ class Report:
         return {**{reason: 0 for reason in REASONS}, **self.counts}
 
     def __str__(self) -> str:
-        shown = [f"{name} {count:,}" for name, count in self.to_dict().items() if count or name in ("rejected",)]
-        lines = [", ".join(shown)]
-        for e in self.events[:10]:
-            lines.append(f"  {e.reason}: {e.source}, {e.index}: {e.why}")
+        lines = [", ".join(f"{name} {n:,}" for name, n in self.to_dict().items() if n or name == "rejected")]
+        lines += [f"  {e.reason}: {e.source}, {e.index}: {e.why}" for e in self.events[:10]]
         if len(self.events) > 10:
             lines.append(f"  ... and {len(self.events) - 10:,} more, see report.select()")
         return "\n".join(lines)

@@ -17,10 +17,7 @@ from ..errors import DataError
 Progress = Callable[[int, int, str], None]  # progress(done, total, what is being done)
 Message = dict[str, Any]
 
-FORMS = (
-    'wanted "messages": [{"role": ..., "content": ...}, ...], or "prompt" and "completion" '
-    "(both strings or lists of messages)"
-)
+FORMS = 'wanted "messages": [{"role": ..., "content": ...}, ...], or "prompt" and "completion" (both strings or lists)'
 
 
 @dataclass(frozen=True)
@@ -56,10 +53,8 @@ def load_examples(source: Any, *, reject: Callable[[str, int, str], None] | None
     [{'role': 'user', 'content': '2 + 2 ='}, {'role': 'assistant', 'content': '4'}]
     """
     name, records = _open(source)
-    examples: list[Example] = []
-    count = 0
-    for index, record in records:
-        count += 1
+    examples, count = [], 0
+    for count, (index, record) in enumerate(records, 1):
         try:
             examples.append(record if isinstance(record, Example) else as_example(record, name, index))
         except DataError as problem:
@@ -86,21 +81,18 @@ def as_example(record: Any, source: str = "example", index: int = 0) -> Example:
     if record.get("messages") is not None:
         messages = _messages(record["messages"], "messages", where)
     elif record.get("prompt") is not None and record.get("completion") is not None:
-        prompt = _turn(record["prompt"], "prompt", "user", where)
-        completion = _turn(record["completion"], "completion", "assistant", where)
+        prompt = _messages(record["prompt"], "prompt", where, "user")
+        completion = _messages(record["completion"], "completion", where, "assistant")
         messages, first = prompt + completion, len(prompt)
     else:
         raise DataError(f"{where}: no usable fields among {', '.join(map(str, record)) or 'none'}; {FORMS}")
     return Example(messages, source, index, first)
 
 
-def _turn(value: Any, field: str, role: str, where: str) -> list[Message]:
-    if isinstance(value, str):
+def _messages(value: Any, field: str, where: str, role: str = "") -> list[Message]:
+    """The checked messages of a field; a plain text is one message of `role`, where a role is given."""
+    if role and isinstance(value, str):
         return [{"role": role, "content": value}]
-    return _messages(value, field, where)
-
-
-def _messages(value: Any, field: str, where: str) -> list[Message]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise DataError(f"{where}: {field!r} must be a list of messages, got {_kind(value)}")
     messages = []
@@ -112,9 +104,8 @@ def _messages(value: Any, field: str, where: str) -> list[Message]:
         message = {str(k): v for k, v in message.items() if v is not None}
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise DataError(
-                f'{at_message} has no role (keys: {", ".join(message) or "none"}); wanted "role": "user" ...'
-            )
+            keys = ", ".join(message) or "none"
+            raise DataError(f'{at_message} has no role (keys: {keys}); wanted "role": "user" ...')
         if "content" not in message:
             raise DataError(f"{at_message} (role {role!r}) has no content (keys: {', '.join(message)})")
         if not isinstance(message["content"], str):
@@ -135,11 +126,11 @@ def _open(source: Any) -> tuple[str, Iterator[tuple[int, Any]]]:
         if not path.exists():
             raise DataError(f"no such file or folder: {path}")
         if path.is_dir():
-            return str(path), _rows(_open_folder(path))
+            return str(path), enumerate(_open_folder(path))
         if path.suffix in JSONL:
             return str(path), _json_lines(path)
         if path.suffix == ".parquet":
-            return str(path), _parquet(path)
+            return str(path), enumerate(_parquet(path))
         raise DataError(
             f"{path}: data must be a {', '.join(JSONL)} or .parquet file or a folder from datasets' save_to_disk, "
             f"not {path.suffix or 'a file without suffix'}"
@@ -147,12 +138,8 @@ def _open(source: Any) -> tuple[str, Iterator[tuple[int, Any]]]:
     if isinstance(source, Mapping):  # a datasets.DatasetDict is one, too
         raise DataError(f"got a mapping with keys {', '.join(map(str, source))}; choose one split, or give a list")
     if isinstance(source, Iterable):
-        return f"{type(source).__name__} in memory", _rows(source)
+        return f"{type(source).__name__} in memory", enumerate(source)
     raise DataError(f"data must be a path, a datasets.Dataset or a list of examples, got {_kind(source)}")
-
-
-def _rows(records: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    yield from enumerate(records)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -172,16 +159,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 ) from None
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet(path: Path) -> list[Any]:
     import pyarrow
     import pyarrow.parquet
 
-    at = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for record in batch.to_pylist():
-                yield at, record
-                at += 1
+        return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as problem:
         raise DataError(f"{path}: not a readable Parquet file ({str(problem).splitlines()[0]})") from None
 
@@ -192,12 +175,9 @@ def _open_folder(path: Path) -> Iterable[Any]:
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as problem:  # noqa: BLE001 (its error types have changed between versions)
-        raise DataError(
-            f"{path} is not a folder written by datasets' save_to_disk ({str(problem).splitlines()[0]})"
-        ) from None
-    if isinstance(found, Mapping):
-        if len(found) != 1:
-            names = [str(name) for name in found]
-            raise DataError(f"{path} holds the splits {', '.join(names)}; give one, as in {path / names[0]}")
-        return next(iter(found.values()))
-    return found
+        why = str(problem).splitlines()[0]
+        raise DataError(f"{path} is not a folder written by datasets' save_to_disk ({why})") from None
+    splits = {str(name): part for name, part in found.items()} if isinstance(found, Mapping) else {"": found}
+    if len(splits) != 1:
+        raise DataError(f"{path} holds the splits {', '.join(splits)}; give one, as in {path / next(iter(splits))}")
+    return next(iter(splits.values()))

@@ -70,11 +70,8 @@ class RowStream:
         return chosen
 
     def next(self, rank: int = 0, world: int = 1, microbatch_rows: int | None = None) -> list[Batch]:
-        """This rank's microbatches of the next step.
-
-        Ranks differ by at most one row. All get the same number of microbatches, so that ranks that synchronize in
-        every microbatch stay in step: a rank that runs out gets batches of no rows, which route nothing.
-        """
+        """This rank's microbatches of the next step: as many on every rank, so that ranks that synchronize in each stay
+        in step. Ranks differ by at most one row; one that runs out gets batches of no rows, which route nothing."""
         return [self.rows.batch(part) for part in share(self.take(), rank, world, microbatch_rows)]
 
     def state(self) -> dict[str, Any]:
@@ -98,9 +95,8 @@ class RowStream:
         self._order = self._make_order()
 
     def _make_order(self) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.rows))
-        return epoch_order(len(self.rows), self.seed, self.epoch)
+        rows = len(self.rows)
+        return epoch_order(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
 
 
 def share(chosen: np.ndarray, rank: int, world: int, microbatch_rows: int | None = None) -> list[np.ndarray]:

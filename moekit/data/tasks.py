@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import zlib
-from pathlib import Path
+from functools import cache
 from typing import Any, Literal
 
 from ..errors import BackendError, DataError
+from .source import CHATS
 
-CHATS = Path(__file__).with_name("chats.jsonl")  # the small chat file that comes with the kit
 HELD_OUT_SHARE = 5  # one question in five is held out
 
 # Settings under which a model of a few million parameters, trained for minutes on a CPU, gets somewhere: short
@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def our_chats() -> list[dict[str, Any]]:
-    """The conversations of `CHATS`, on mixtures of experts and on everyday facts, for `moekit.data.dataset.build`.
+    """The conversations of our own chat file, on mixtures of experts and on everyday facts, for `build`.
 
     >>> our_chats()[0]["messages"][0]
     {'role': 'user', 'content': 'What is a mixture-of-experts layer?'}
@@ -87,16 +87,15 @@ def make_task(
 def score(item: dict[str, Any], answer: str) -> float:
     """How good `answer` is for an item of `make_task`, from 0 to 1, by reasoning-gym's own scorer of the task.
 
-    White space around the answer is taken off first. A scorer may give part of a point, for example for an answer
-    that holds the right one among other text; 1.0 means right.
+    White space around the answer is taken off first. 1.0 means right; a scorer may give part of a point, for example
+    for an answer that holds the right one among other text.
     """
-    key = item["task"], repr(item["settings"])
-    if key not in _SCORERS:
-        _SCORERS[key] = _generator(item["task"], 1, 0, item["settings"]).score_answer
-    return float(_SCORERS[key](answer.strip(), item["entry"]))
+    return float(_scorer(item["task"], json.dumps(item["settings"]))(answer.strip(), item["entry"]))
 
 
-_SCORERS: dict[tuple[str, str], Any] = {}
+@cache
+def _scorer(name: str, settings: str) -> Any:
+    return _generator(name, 1, 0, json.loads(settings)).score_answer
 
 
 def _generator(name: str, size: int, seed: int, settings: dict[str, Any]) -> Any:
@@ -105,8 +104,7 @@ def _generator(name: str, size: int, seed: int, settings: dict[str, Any]) -> Any
         from reasoning_gym.factory import DATASETS
     except ImportError as problem:
         raise BackendError(
-            f"tasks need reasoning-gym, which cannot be imported ({problem}); install the rl extra: "
-            "pip install 'moekit[rl]'"
+            f"tasks need reasoning-gym, which cannot be imported ({problem}); install it: pip install 'moekit[rl]'"
         ) from None
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)

@@ -46,11 +46,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *
     from transformers import PreTrainedTokenizerFast
 
     special = [PAD, BOS, EOS, *(f"<|{role}|>" for role in ROLES)]
-    least = 256 + len(special)
-    if vocab_size < least:
-        raise DataError(
-            f"vocab_size={vocab_size} is too small; 256 bytes and {len(special)} special tokens take {least}"
-        )
+    if vocab_size < 256 + len(special):
+        raise DataError(f"vocab_size={vocab_size} is too small; 256 bytes and 6 special tokens take 262")
     texts = [text for text in texts if text]
     if not texts:
         raise DataError("there is no text to train the tokenizer on")
@@ -60,21 +57,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=special,
+        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=special, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        additional_special_tokens=special[3:],
+        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, additional_special_tokens=special[3:],
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     made.chat_template = TEMPLATE
     made.save_pretrained(str(folder))
     return made
