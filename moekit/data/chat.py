@@ -9,7 +9,7 @@ error and never a silent nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,11 @@ import numpy as np
 
 from ..errors import DataError
 from .report import Report
-from .source import Example, Progress, as_example
+from .source import Example, Message, Progress, as_example
 from .spans import Refused, Template, Unproved
 
 CHUNK = 256  # conversations tokenized at once
+Supervise = Literal["response", "all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +61,7 @@ def load_tokenizer(tokenizer: Any) -> Any:
         except Exception as problem:  # noqa: BLE001 (whatever is wrong with the folder)
             raise DataError(f"{tokenizer} does not hold a tokenizer: {str(problem).splitlines()[0]}") from None
     if not getattr(tokenizer, "is_fast", False):
-        raise DataError(
-            f"the tokenizer {_name(tokenizer)} is not one of the `tokenizers` library; masks need its offsets"
-        )
+        raise DataError(f"{_name(tokenizer)} is not a tokenizer of the `tokenizers` library; masks need its offsets")
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"the tokenizer {_name(tokenizer)} has no chat template; set tokenizer.chat_template, or train one that "
@@ -75,22 +74,15 @@ def load_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def render(
-    example: Example | dict[str, Any], tokenizer: Any, supervise: Literal["response", "all"] = "response"
-) -> Document:
+def render(example: Example | dict[str, Any], tokenizer: Any, supervise: Supervise = "response") -> Document:
     """`render_all` for one conversation."""
     return render_all([example], tokenizer, supervise)[0]
 
 
 def render_all(
-    examples: Iterable[Example | dict[str, Any]],
-    tokenizer: Any,
-    supervise: Literal["response", "all"] = "response",
-    *,
-    report: Report | None = None,
-    reject: bool = False,
-    progress: Progress | None = None,
-) -> list[Document]:
+    examples: Iterable[Example | dict[str, Any]], tokenizer: Any, supervise: Supervise = "response", *,
+    report: Report | None = None, reject: bool = False, progress: Progress | None = None,
+) -> list[Document]:  # fmt: skip
     """Render conversations as documents: ids of the full rendering and a mask of the assistant's turns.
 
     Args:
@@ -146,18 +138,14 @@ class _Renderer:
             self._check(example)
         if self.supervise == "response" and self.template.marked:
             return self._marked(examples)
-        texts = [self._text(e) for e in examples]
-        spans = [self._spans(e, text) if self.supervise == "response" else [] for e, text in zip(examples, texts)]
         wanted = self.supervise == "response"
+        texts = [self._ask(e, self.template.text) for e in examples]
+        spans = [self._spans(e, text) if wanted else [] for e, text in zip(examples, texts)]
         out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=wanted, verbose=False)
-        documents = []
-        for at, example in enumerate(examples):
-            ids = np.asarray(out["input_ids"][at], np.int32)
-            mask = np.ones(len(ids), bool)
-            if wanted:
-                mask = _overlap(np.asarray(out["offset_mapping"][at], np.int64).reshape(-1, 2), spans[at])
-            documents.append(self._document(example, ids, mask))
-        return documents
+        masks = [np.ones(len(ids), bool) for ids in out["input_ids"]]
+        if wanted:
+            masks = [_overlap(np.array(o, np.int64).reshape(-1, 2), s) for o, s in zip(out["offset_mapping"], spans)]
+        return [self._document(*each) for each in zip(examples, out["input_ids"], masks)]
 
     def _check(self, example: Example) -> None:
         turns = [m["role"] for m in example.messages[example.first :]]
@@ -166,25 +154,21 @@ class _Renderer:
                 f"{example.where}: no assistant message to learn (roles: {', '.join(turns)}); remove the example, or "
                 'learn every token with supervise="all"'
             )
-        try:
-            unseen = self.template.missing(example.messages)
-        except Refused as problem:
-            raise self._refused(example, problem) from None
-        if unseen is not None:
+        if (unseen := self._ask(example, self.template.missing)) is not None:
             raise DataError(
                 f"{example.where}: the {self.name} leaves out messages[{unseen}] of role "
                 f"{example.messages[unseen]['role']!r}; use a role that it knows, or remove the message"
             )
 
-    def _text(self, example: Example) -> str:
+    def _ask(self, example: Example, question: Callable[[list[Message]], Any]) -> Any:
+        """What the template says of a conversation."""
         try:
-            return self.template.text(example.messages)
+            return question(example.messages)
         except Refused as problem:
-            raise self._refused(example, problem) from None
-
-    def _refused(self, example: Example, problem: Refused) -> DataError:
-        roles = ", ".join(m["role"] for m in example.messages)
-        return DataError(f"{example.where}: the {self.name} refuses this conversation (roles: {roles}): {problem}")
+            roles = ", ".join(m["role"] for m in example.messages)
+            raise DataError(
+                f"{example.where}: the {self.name} refuses this conversation (roles: {roles}): {problem}"
+            ) from None
 
     def _spans(self, example: Example, text: str) -> list[tuple[int, int]]:
         try:
@@ -206,7 +190,7 @@ class _Renderer:
             )  # fmt: skip
         except Exception:
             for example in examples:  # which one?
-                self._text(example)
+                self._ask(example, self.template.text)
             raise
         documents = []
         for example, ids, mask in zip(examples, out["input_ids"], out["assistant_masks"]):
@@ -241,7 +225,7 @@ class _Renderer:
             )
         return mask & (np.arange(len(mask)) >= starts[given])
 
-    def _document(self, example: Example, ids: np.ndarray, mask: np.ndarray) -> Document:
+    def _document(self, example: Example, ids: Any, mask: np.ndarray) -> Document:
         if not mask.any():
             raise DataError(
                 f"{example.where}: by the {self.name} no token of this conversation is the assistant's; every "

@@ -4,9 +4,8 @@ Axis letters: D documents given, P pieces (what is left of them, each a document
 rows laid end to end, T positions in a row.
 
 A piece is a document's tokens, or a part of them where it was cut; every piece is a document of its own in its row.
-A label is the next token of the same piece, so a piece of n tokens has at most n - 1 labels. Where a document is
-split, the first token of the next part has no predecessor and is not a target; `report.counts["targets_lost"]` counts
-those together with the targets that a truncation cut off.
+A label is the next token of the same piece, so a piece of n tokens has at most n - 1 labels: where a document is split,
+the next part's first token is no target. `report.counts["targets_lost"]` counts those and what a truncation cut off.
 """
 
 from __future__ import annotations
@@ -85,26 +84,17 @@ class Rows:
             pieces = slice(self.first_R[row], self.first_R[row + 1])
             bounds = self.offset_P[self.first_R[row] : self.first_R[row + 1] + 1]
             start, stop, sizes = bounds[0], bounds[-1], np.diff(bounds)
-            place = slice(0, stop - start)
-            if self.config.rows == "interleaved":
-                place = interleave(sizes, self.config.chunks_per_document)
+            alternate = self.config.rows == "interleaved"
+            place = interleave(sizes, self.config.chunks_per_document) if alternate else slice(0, stop - start)
             ids[b, place] = self.ids_N[start:stop]
-            # The place past the last token is never a target, so what is read there does not matter.
-            label[b, place] = np.where(
-                self.target_N[start:stop], np.append(self.ids_N[start + 1 : stop], 0), self.config.ignore_index
-            )
+            following = np.append(self.ids_N[start + 1 : stop], 0)  # past the last token, which is never a target: any
+            label[b, place] = np.where(self.target_N[start:stop], following, self.config.ignore_index)
             segment[b, place] = np.repeat(np.arange(len(sizes)), sizes)
             position[b, place] = np.arange(stop - start) - np.repeat(bounds[:-1] - start, sizes)
             filtered[b, place] = np.repeat(self.removed_P[pieces], sizes)
-        return Batch.make(
-            torch.from_numpy(ids),
-            labels=torch.from_numpy(label),
-            segment=torch.from_numpy(segment),
-            position=torch.from_numpy(position),
-            filtered=torch.from_numpy(filtered),
-            removed=int(self.removed_R[chosen].sum()),
-            ignore_index=self.config.ignore_index,
-        )
+        ids, label, segment, position, filtered = map(torch.from_numpy, (ids, label, segment, position, filtered))
+        return Batch.make(ids, labels=label, segment=segment, position=position, filtered=filtered,
+                          removed=int(self.removed_R[chosen].sum()), ignore_index=self.config.ignore_index)  # fmt: skip
 
 
 def build_rows(
@@ -141,11 +131,10 @@ def build_rows(
     have_D = targets_N[end_D] - targets_N[np.minimum(np.concatenate([[0], end_D[:-1]]) + 1, end_D)]
     have_P = targets_N[stop_P] - targets_N[np.minimum(start_P + 1, stop_P)]
     for p in np.flatnonzero(have_P == 0).tolist():
-        d = documents[document_P[p]]
-        why = f"none of its {len(d.ids)} tokens is a target"
-        if have_D[document_P[p]]:
-            why = f"{stop_P[p] - start_P[p]} of its {len(d.ids)} tokens were kept, none of them a target"
-        report.add(d.source, d.index, "rows_without_target", why)
+        d, kept = documents[document_P[p]], stop_P[p] - start_P[p]
+        why = f"{kept} of its {len(d)} tokens were kept, none of them" if have_D[document_P[p]] else (
+            f"none of its {len(d)} tokens is")  # fmt: skip
+        report.add(*_origin(d), "rows_without_target", f"{why} a target")
     keep = have_P > 0
     if not keep.any():
         raise DataError(
@@ -169,7 +158,7 @@ def build_rows(
     removed_P, removed_R = _judge(ids_N, offset_P, first_R, config)
     rows = Rows(
         config, pad_id, ids_N, target_N, offset_P, first_R, removed_P, removed_R, document_P,
-        tuple((d.source, d.index) for d in documents), report,
+        tuple(map(_origin, documents)), report,
     )  # fmt: skip
     _report_filtered(rows)
     labelled = int(target_N.sum())
@@ -180,28 +169,29 @@ def build_rows(
     return rows
 
 
+def _origin(document: Document) -> tuple[str, int]:
+    return document.source, document.index
+
+
 def _cut(
     documents: Sequence[Document], end_D: np.ndarray, config: DataConfig, report: Report
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pieces of at most `limit` tokens: document, start and stop (in all documents laid end to end) of each."""
-    limit = config.length
-    if config.rows == "interleaved":
-        limit = config.length // config.documents_per_row
-        if limit < 2:
-            raise DataError(
-                f"length={config.length} leaves {limit} positions for each of documents_per_row="
-                f"{config.documents_per_row} documents; a document needs at least 2"
-            )
+    limit = config.length // (config.documents_per_row if config.rows == "interleaved" else 1)
+    if limit < 2 <= config.length:
+        raise DataError(
+            f"length={config.length} leaves {limit} positions for each of documents_per_row={config.documents_per_row} "
+            "documents; a document needs at least 2"
+        )
     size_D = np.diff(end_D, prepend=0)
-    long_D = np.flatnonzero(size_D > limit)
-    for d in long_D.tolist():
-        document, n = documents[d], int(size_D[d])
-        if config.over_long == "truncate":
-            report.add(document.source, document.index, "truncated", f"{limit} of {n} tokens kept")
-        elif config.over_long == "split":
-            report.add(document.source, document.index, "split", f"{n} tokens in {-(-n // limit)} parts")
-        else:
-            report.add(document.source, document.index, "dropped", f"{n} tokens, more than {limit}")
+    reason, why = {
+        "truncate": ("truncated", "{limit} of {n} tokens kept"),
+        "split": ("split", "{n} tokens in {parts} parts"),
+        "drop": ("dropped", "{n} tokens, more than {limit}"),
+    }[config.over_long]
+    for d in np.flatnonzero(size_D > limit).tolist():
+        n = int(size_D[d])
+        report.add(*_origin(documents[d]), reason, why.format(n=n, limit=limit, parts=-(-n // limit)))
     start_D, stop_D = end_D - size_D, end_D
     if config.over_long == "split":
         parts_D = np.maximum(-(-size_D // limit), 1)
@@ -306,8 +296,8 @@ def _report_filtered(rows: Rows) -> None:
     row_P = np.repeat(np.arange(len(rows)), np.diff(rows.first_R))
     why = f"a pattern of at most {rows.config.filter.max_period} tokens repeats {rows.config.filter.min_repeats} times"
     for p in np.flatnonzero(rows.removed_P).tolist():
-        source, index = rows.sources[rows.document_P[p]]
-        rows.report.add(source, index, "filtered", f"{why} or more, in row {row_P[p]}", count=0)
+        origin = rows.sources[rows.document_P[p]]
+        rows.report.add(*origin, "filtered", f"{why} or more, in row {row_P[p]}", count=0)
     rows.report.counts["filtered"] += int(rows.removed_R.sum())
 
 

@@ -1,9 +1,9 @@
 """Where the assistant's turns are in a rendered conversation, proved against the full rendering.
 
 A turn's span starts after the generation prompt (where a model would start to write) and ends with the text that
-closes the turn, the end-of-turn token included. Templates that mark it with `{% generation %}` need none of this.
-For the others, message by message rendering is wrong as soon as a template treats a turn by its place (reasoning
-kept in the last turn only, a beginning-of-text token), so spans are derived from renderings of the whole conversation:
+closes the turn, the end-of-turn token included. Templates that mark it with `{% generation %}` need none of this. For
+the others, spans are derived from renderings of the whole conversation (message by message is wrong as soon as a
+template treats a turn by its place: reasoning kept in the last turn only, a beginning-of-text token):
 
 1. *Skeleton.* The conversation is rendered with a placeholder for every text. That tells the template's own text from
    the messages' text. Conversations with the same roles and fields share one skeleton. If the skeleton, filled with
@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from .source import Message
@@ -159,12 +160,8 @@ class Template:
         last = last[-1]
         if after.startswith(last):
             return self._trim(last)
-        common = 0
-        for ours, theirs in zip(self._special.split(after), self._special.split(last)):
-            if ours != theirs:
-                break
-            common += len(ours)
-        return self._trim(after[:common])
+        pairs = zip(self._special.split(after), self._special.split(last))
+        return self._trim("".join(ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def _trim(self, tail: str) -> int:
         """Length of `tail` without the white space behind its last special token: no model writes past that token."""
