@@ -95,14 +95,18 @@ class Walk:
 
 
 class MoEFFN(torch.autograd.Function):
-    """y_n = sum_k gate_nk * down_e @ (silu(g) * u), (g, u) = gate_up_e @ x_n."""
+    """y_n = sum_k gate_nk * down_e @ (silu(g) * u), (g, u) = gate_up_e @ x_n.
+
+    Without gates every row of x is of one expert or of none, and y is as wide as x; rows of none are not read.
+    """
 
     @staticmethod
     def forward(ctx, x_ND, gate_NK, gate_up_E2FD, down_EDF, rows: Sorted, slots: tuple[Any, Any]):
         (N, D), F = x_ND.shape, down_EDF.shape[2]
-        walk = Walk(rows, N, gate_NK.numel(), padding_unit(x_ND.device, x_ND.dtype))
-        wide = torch.promote_types(x_ND.dtype, torch.float32)  # the K terms of a position are added in this
-        source, gate_P1 = walk.source(x_ND), walk.gates(gate_NK, x_ND.dtype)
+        once = gate_NK is None
+        walk = Walk(rows, N, N if once else gate_NK.numel(), padding_unit(x_ND.device, x_ND.dtype))
+        wide = x_ND.dtype if once else torch.promote_types(x_ND.dtype, torch.float32)  # K terms are added in this
+        source, gate_P1 = walk.source(x_ND), None if once else walk.gates(gate_NK, x_ND.dtype)
         pre_P2F = x_ND.new_empty(walk.total, 2 * F)
         y_ND = x_ND.new_zeros(source.shape, dtype=wide)
         gate_up_E, down_E = gate_up_E2FD.unbind(), down_EDF.unbind()
@@ -114,10 +118,12 @@ class MoEFFN(torch.autograd.Function):
             for e, x_e, pre_e in block.split(x, pre):
                 torch.mm(x_e, gate_up_E[e].t(), out=pre_e)
             aten.silu.out(pre[:, :F], out=hidden)
-            hidden.mul_(pre[:, F:]).mul_(gate_P1[block.part])
+            hidden.mul_(pre[:, F:])
+            if gate_P1 is not None:
+                hidden.mul_(gate_P1[block.part])
             for e, hidden_e, y_e in block.split(hidden, y):
                 torch.mm(hidden_e, down_E[e].t(), out=y_e)
-            y_ND.index_add_(0, row, y.to(wide))
+            y_ND.index_copy_(0, row, y) if once else y_ND.index_add_(0, row, y.to(wide))
         ctx.save_for_backward(x_ND, gate_NK, gate_up_E2FD, down_EDF, pre_P2F, walk.row_P, walk.slot_P)
         ctx.walk, ctx.rows, ctx.slots = walk, rows, slots
         return y_ND[:N].to(x_ND.dtype)
@@ -128,16 +134,18 @@ class MoEFFN(torch.autograd.Function):
         x_ND, gate_NK, gate_up_E2FD, down_EDF, pre_P2F, row_P, slot_P = ctx.saved_tensors
         walk, (slot_up, slot_down), need = ctx.walk, ctx.slots, ctx.needs_input_grad
         (N, D), F = x_ND.shape, down_EDF.shape[2]
-        wide = torch.promote_types(x_ND.dtype, torch.float32)
-        source, dsource, gate_P1 = walk.source(x_ND), walk.source(dy_ND), walk.gates(gate_NK, x_ND.dtype)
-        dgate_P = x_ND.new_empty(walk.total, dtype=wide)
+        once = gate_NK is None
+        wide = x_ND.dtype if once else torch.promote_types(x_ND.dtype, torch.float32)
+        source, dsource = walk.source(x_ND), walk.source(dy_ND)
+        gate_P1 = None if once else walk.gates(gate_NK, x_ND.dtype)
+        dgate_P = None if once else x_ND.new_empty(walk.total, dtype=wide)
         dx_ND = x_ND.new_zeros(source.shape, dtype=wide) if need[0] else None
         write_up = Writer(gate_up_E2FD, slot_up) if need[2] else None
         write_down = Writer(down_EDF, slot_down) if need[3] else None
         gate_up_E, down_E = gate_up_E2FD.unbind(), down_EDF.unbind()
         buffers = walk.scratch(x_ND, D, D, F, F, F, 2 * F)
         for block in walk.blocks:
-            row, pre, gate = row_P[block.part], pre_P2F[block.part], gate_P1[block.part]
+            row, pre = row_P[block.part], pre_P2F[block.part]
             x, dy, act, hidden, dhidden, dpre = (b[: len(row)] for b in buffers)
             g, u, dg, du = pre[:, :F], pre[:, F:], dpre[:, :F], dpre[:, F:]
             torch.index_select(dsource, 0, row, out=dy)
@@ -145,14 +153,16 @@ class MoEFFN(torch.autograd.Function):
             torch.mul(act, u, out=hidden)
             for e, dy_e, dhidden_e in block.split(dy, dhidden):
                 torch.mm(dy_e, down_E[e], out=dhidden_e)
-            torch.sum(torch.mul(dhidden, hidden, out=dg), -1, dtype=wide, out=dgate_P[block.part])
+            if gate_P1 is not None:
+                torch.sum(torch.mul(dhidden, hidden, out=dg), -1, dtype=wide, out=dgate_P[block.part])
+                hidden.mul_(gate_P1[block.part])
+                dhidden.mul_(gate_P1[block.part])
             if write_down is not None:
-                hidden.mul_(gate)
                 for e, dy_e, hidden_e in block.split(dy, hidden):
                     write_down(e, dy_e.t(), hidden_e)
             if write_up is None and dx_ND is None:
                 continue
-            torch.mul(dhidden.mul_(gate), act, out=du)
+            torch.mul(dhidden, act, out=du)
             aten.silu_backward.grad_input(dhidden.mul_(u), g, grad_input=dg)
             if write_up is not None:
                 torch.index_select(source, 0, row, out=x)
@@ -161,7 +171,7 @@ class MoEFFN(torch.autograd.Function):
             if dx_ND is not None:
                 for e, dpre_e, dx_e in block.split(dpre, dy):  # into dy: it is not needed any more
                     torch.mm(dpre_e, gate_up_E[e], out=dx_e)
-                dx_ND.index_add_(0, row, dy.to(wide))
+                dx_ND.index_copy_(0, row, dy) if once else dx_ND.index_add_(0, row, dy.to(wide))
         grads = [None if w is None else w.close(ctx.rows) for w in (write_up, write_down)]
         dx_ND = None if dx_ND is None else dx_ND[:N].to(x_ND.dtype)
         if not need[1]:
@@ -205,5 +215,5 @@ class Writer:
 
 
 def moe_ffn(x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF, slots=(None, None)) -> Tensor:
-    """See `moekit.ops.moe_ffn`."""
+    """See `moekit.ops.moe_ffn`, and with `gate_NK=None` `moekit.ops.expert_ffn`."""
     return MoEFFN.apply(x_ND, gate_NK, gate_up_E2FD, down_EDF, rows, slots)

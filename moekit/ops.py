@@ -27,6 +27,7 @@ __all__ = [
     "backend",
     "causal_attention",
     "count",
+    "expert_ffn",
     "explain",
     "moe_ffn",
     "rms_norm",
@@ -80,7 +81,7 @@ def explain(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, length: int = SHORT
 ) -> dict[str, str]:
     """For each operation, what would run on this device and dtype (documents of `length` positions), and why."""
-    names = ("moe_ffn", "rms_norm", "swiglu", "rope", "causal_attention")
+    names = ("moe_ffn", "expert_ffn", "rms_norm", "swiglu", "rope", "causal_attention")
     if _plain():
         return dict.fromkeys(names, "reference: set_backend('reference')")
     unit = ragged.padding_unit(torch.device(device), dtype)
@@ -89,8 +90,8 @@ def explain(
     flash = f"flash: scaled_dot_product_attention ({dtype}, {length} positions)"
     short = f"products: flash is slow on CPU in bfloat16 up to {SHORT} positions"
     return {
-        "moe_ffn": f"ragged: one matmul per expert in scratch, backward written by hand{padded}",
-        **dict.fromkeys(names[1:4], written),
+        **dict.fromkeys(names[:2], f"ragged: one matmul per expert in scratch, backward written by hand{padded}"),
+        **dict.fromkeys(names[2:5], written),
         "causal_attention": short if _short(torch.device(device), dtype, length) else flash,
     }
 
@@ -124,6 +125,44 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
         return reference.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF)
     slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
     return ragged.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
+
+
+def expert_ffn(
+    x_RD: Tensor, offset_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, order_R: Tensor | None = None
+) -> Tensor:
+    r"""SwiGLU feed-forward of rows that have come to their expert; no gates.
+
+    y_r = down_e @ (silu(g) * u),  (g, u) = gate_up_e @ x_r,  e = the first with r < offset_e
+
+    Args:
+        x_RD: [R, D], rows in expert order. R is static: rows at and past offset_E[-1] are room, and may hold anything.
+        offset_E: [E] int64, where the rows of each expert end.
+        gate_up_E2FD: [E, 2F, D], gate first.
+        down_EDF: [E, D, F].
+        order_R: the rows do not stand in expert order: the r-th in that order is x[order_R[r]] ([offset_E[-1]] int64).
+
+    Returns:
+        [R, D], every result where its row was; zero in the room.
+
+    Gradients: to x (zero in the room) and to both weights, with `grad_slot` as in `moe_ffn`. Cost: as `moe_ffn`; the
+    host read of E offsets is the only one between router and combine.
+    """
+    experts, two_f, width = gate_up_E2FD.shape
+    fits = x_RD.shape[1] == width and down_EDF.shape == (experts, width, two_f // 2) and offset_E.shape == (experts,)
+    if not fits:
+        raise ConfigError(
+            f"expert_ffn: x {tuple(x_RD.shape)}, gate_up {tuple(gate_up_E2FD.shape)}, down {tuple(down_EDF.shape)} and "
+            f"offsets {tuple(offset_E.shape)} do not fit [R, D], [E, 2F, D], [E, D, F], [E]"
+        )
+    total = int(offset_E[-1])
+    if total > x_RD.shape[0] or (order_R is not None and order_R.shape[0] != total):
+        raise ConfigError(f"expert_ffn: {total} rows of experts, but x has {x_RD.shape[0]} and order_R={order_R}")
+    row_R = torch.arange(total, device=x_RD.device) if order_R is None else order_R
+    rows = Sorted(row_R, row_R, offset_E)
+    if _plain():
+        return reference.moe_ffn(x_RD, rows, x_RD.new_ones(x_RD.shape[0], 1), gate_up_E2FD, down_EDF)
+    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
+    return ragged.moe_ffn(x_RD, rows, None, gate_up_E2FD, down_EDF, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -83,7 +83,7 @@ def test_backend_is_chosen_put_back_and_explained(plain):
     assert all(why.startswith("reference") for why in ops.explain().values())
     assert ops.set_backend("auto") == "reference"
     assert all(not why.startswith("reference") for why in ops.explain().values())
-    assert set(ops.explain()) == {"moe_ffn", "rms_norm", "swiglu", "rope", "causal_attention"}
+    assert set(ops.explain()) == {"moe_ffn", "expert_ffn", "rms_norm", "swiglu", "rope", "causal_attention"}
     assert ops.explain(dtype=torch.bfloat16, length=128)["causal_attention"].startswith("products")
     assert ops.explain(dtype=torch.bfloat16, length=2048)["causal_attention"].startswith("flash")
     assert ops.explain(dtype=torch.float32, length=128)["causal_attention"].startswith("flash")

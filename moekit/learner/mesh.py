@@ -30,18 +30,30 @@ from ..errors import ConfigError
 class Wire:
     """Bytes that this rank sent to others, by kind; a ring is assumed where the backend chooses the algorithm."""
 
-    sent: Counter[str] = field(default_factory=Counter)
+    _sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
+    _later: dict[str, Tensor] = field(default_factory=dict)  # bytes that only the device knows yet, an int64 scalar
 
-    def add(self, kind: str, sent: float) -> None:
-        """One transfer of `sent` bytes."""
-        self.sent[kind] += int(sent)
+    def add(self, kind: str, sent: float | Tensor) -> None:
+        """One transfer of `sent` bytes. A tensor is added up where it is, and read when somebody asks."""
+        if isinstance(sent, Tensor):
+            self._later[kind] = self._later[kind] + sent if kind in self._later else sent
+        else:
+            self._sent[kind] += int(sent)
         self.calls[kind] += 1
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes by kind. A host read if the device counted some of them."""
+        for kind in list(self._later):
+            self._sent[kind] += int(self._later.pop(kind))
+        return self._sent
 
     def reset(self) -> None:
         """Forget everything."""
-        self.sent.clear()
+        self._sent.clear()
         self.calls.clear()
+        self._later.clear()
 
 
 @dataclass(frozen=True)

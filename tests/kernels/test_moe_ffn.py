@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from moekit import ops
+from moekit.errors import ConfigError
 from moekit.kernels import ragged, reference
 from moekit.ops import GradSlot, sort_rows
 
@@ -234,3 +235,75 @@ def test_sort_is_stable_and_counts_add_up():
     assert rows.row_R.tolist() == [0, 1, 0, 1, 2, 2] and rows.slot_R.tolist() == [1, 2, 0, 3, 4, 5]
     assert rows.offset_E.tolist() == [2, 2, 5, 6, 6] and rows.count_E.tolist() == [2, 0, 3, 1, 0]
     assert rows.expert_R.tolist() == [0, 0, 2, 2, 2, 3]
+
+
+# ---------------------------------------------------------------------- expert_ffn: rows that have come to their expert
+
+
+def received(dtype=torch.float64, counts=(0, 40, 3, 0, 1), room=7, D=6, F=5, seed=0):
+    """Rows of five experts, one with most of them and two with none, and room at the end that holds NaN."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((sum(counts) + room, D), (len(counts), 2 * F, D), (len(counts), D, F))
+    x, gate_up, down = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)
+    x[sum(counts) :] = torch.nan
+    dy = torch.randn(x.shape, generator=g, dtype=torch.float64).to(dtype)
+    return torch.tensor(counts).cumsum(0), [t.requires_grad_() for t in (x, gate_up, down)], dy
+
+
+def expert_by_hand(x, offset, gate_up, down):
+    """Row after row."""
+    out, expert = [], 0
+    for r in range(int(offset[-1])):
+        while r >= offset[expert]:
+            expert += 1
+        w1, w3 = gate_up[expert].chunk(2)
+        out.append(down[expert] @ (F.silu(w1 @ x[r]) * (w3 @ x[r])))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("ordered", [True, False], ids=["in order", "by order_R"])
+def test_expert_ffn_equals_the_definition(backend, ordered):
+    """NaN in the room reaches neither y, nor dx, nor the weights' gradients; y and dx are zero there."""
+    offset, tensors, dy = received()
+    total = int(offset[-1])
+    want = expert_by_hand(tensors[0], offset, *tensors[1:])
+    wants = torch.autograd.grad(want, tensors, dy[:total])
+    x, order = tensors[0], None
+    if not ordered:
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(3))
+        x = torch.full_like(x, torch.nan).index_copy(0, order, x[:total])
+        dy = dy.index_copy(0, order, dy[:total])
+    before = ops.set_backend(backend)
+    try:
+        y = ops.expert_ffn(x, offset, *tensors[1:], order)
+        got = torch.autograd.grad(y, tensors, dy)
+    finally:
+        ops.set_backend(before)
+    back = y[:total] if ordered else y[order]
+    torch.testing.assert_close(back, want, rtol=1e-12, atol=1e-12)
+    assert not y[total:].any()
+    for a, b in zip(got, wants):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert not got[0][total:].any() and not got[1][0].any()
+
+
+def test_expert_ffn_in_bfloat16_pads_rows_and_changes_nothing():
+    offset, tensors, dy = received(torch.bfloat16, counts=(17, 0, 33, 5))
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    y = ops.expert_ffn(tensors[0], offset, *tensors[1:])
+    want = expert_by_hand(wide[0], offset, *wide[1:])
+    for a, b in zip(torch.autograd.grad(y, tensors, dy), torch.autograd.grad(want, wide, dy[: offset[-1]].double())):
+        assert float((a.double() - b).norm() / b.norm()) < 2e-2
+    assert float((y[: offset[-1]] - want).detach().norm() / want.detach().norm()) < 2e-2 and not y[offset[-1] :].any()
+
+
+def test_expert_ffn_writes_into_slots_and_refuses_too_many_rows():
+    offset, tensors, dy = received()
+    want = torch.autograd.grad(ops.expert_ffn(tensors[0], offset, *tensors[1:]), tensors[1:], dy)
+    for t in tensors[1:]:
+        t.grad_slot = GradSlot(torch.full_like(t, torch.nan))
+    ops.expert_ffn(tensors[0], offset, *tensors[1:]).backward(dy)
+    assert all(torch.equal(t.grad_slot.view, w) and t.grad is None for t, w in zip(tensors[1:], want))
+    with pytest.raises(ConfigError, match="60 rows"):
+        ops.expert_ffn(tensors[0], offset + 16, *tensors[1:])
