@@ -96,6 +96,8 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = False) -> None:
     """Copy a Hugging Face folder's weights into `model`, whose parameters are all written exactly once.
 
+    A part of a model (`Transformer.part`) reads the slices that it holds and nothing else.
+
     Either naming of experts is read (one tensor per expert, or all experts fused), in each layer by itself.
 
     Args:
@@ -122,8 +124,13 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
         with safe_open(file, framework="pt") as f:
             for name in names:
                 piece = plan[name]
-                run = parameters[piece.parameter].view(-1)[piece.start : piece.stop].view(piece.shape)
-                _copy(f.get_slice(name), run, name, file, allow_nonfinite)
+                if piece.parameter in parameters:
+                    held, at = parameters[piece.parameter], _first(model, parameters[piece.parameter])
+                    low, high = max(piece.start, at), min(piece.stop, at + held.numel())
+                    row = math.prod(piece.shape[1:])  # a slice of experts is cut along the first axis
+                    if low < high:
+                        run = held.view(-1)[low - at : high - at].view(-1, *piece.shape[1:])
+                        _copy(f.get_slice(name), run, (low - piece.start) // row, name, file, allow_nonfinite)
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Any) -> None:
@@ -154,7 +161,9 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
         if piece.start != covered.setdefault(piece.parameter, 0):
             raise CheckpointError(f"{piece.parameter} has a gap or an overlap before {piece.name}")
         covered[piece.parameter] = piece.stop
-    wrong = [n for n in parameters.keys() | covered.keys() if n not in covered or n not in parameters]
+    part = getattr(model, "part", None)
+    whole = part is None or part == type(part).whole(model.config)
+    wrong = [n for n in parameters.keys() | covered.keys() if n not in covered or (whole and n not in parameters)]
     if wrong:
         raise CheckpointError(f"the Hugging Face family has no place for, or the model lacks: {_names(wrong)}")
     for name, p in parameters.items():
@@ -162,7 +171,8 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"the parameter {name} is on the meta device and holds no memory; call to_empty first"
             )
-        if p.numel() != covered[name]:
+        experts = part.experts[1] - part.experts[0] if part is not None and p.ndim == 3 else None
+        if p.numel() * (model.config.experts if experts else 1) != covered[name] * (experts or 1):
             raise CheckpointError(f"{name} has shape {tuple(p.shape)}, model.config says {covered[name]} numbers")
     return parameters
 
@@ -199,11 +209,16 @@ def _plan(config: ModelConfig, family: Family, stored: dict[str, Stored]) -> dic
     return plan
 
 
-def _copy(source, run: Tensor, name: str, file: Path, allow_nonfinite: bool) -> None:
+def _first(model: Any, parameter: Tensor) -> int:
+    """Where what `model` holds of a parameter begins in the whole one, seen flat: parts hold a slice of the experts."""
+    return model.part.experts[0] * parameter[0].numel() if parameter.ndim == 3 and hasattr(model, "part") else 0
+
+
+def _copy(source, run: Tensor, first: int, name: str, file: Path, allow_nonfinite: bool) -> None:
     rows = max(1, _SLICE // max(1, math.prod(run.shape[1:])))
     for start in range(0, run.shape[0], rows):
         part = run[start : start + rows]
-        part.copy_(source[start : start + rows])
+        part.copy_(source[first + start : first + start + part.shape[0]])
         if allow_nonfinite or not part.numel():
             continue
         low, high = part.aminmax()  # one pass without a temporary; both are NaN where one number is

@@ -9,38 +9,73 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.save import open_state, write_state
 from ..config import Denominator, LearnerConfig
 from ..data.batch import Batch, Flat
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CapacityError, ConfigError, DataError
 from ..measure.cost import rates, step_flops
 from ..measure.tokens import RowCounter
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
+from . import state
 from .gradients import Gradients
-from .mesh import World, check_layout
+from .mesh import Mesh, World
 from .optimizer import FlatAdamW
+from .pipeline import Pipeline
+from .stages import part_of
+
+try:  # INTERIM
+    from .dispatch import SyncDispatcher, make_dispatcher
+    from .rowwise import RowwiseDispatcher
+except ImportError:
+    from ..model.moe import LocalDispatcher
+
+    class RowwiseDispatcher: ...
+
+    SyncDispatcher = None
+    make_dispatcher = lambda *a: LocalDispatcher()
 
 if TYPE_CHECKING:
+    from ..checkpoint.save import Saving
     from ..model.transformer import Transformer
 
 
+WIRE = ("rows", "metadata", "gradients", "parameters", "pipeline", "counts")
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What one attempt at a step came to, over all ranks; read from the device once."""
+
+    loss: float
+    balance: float
+    z: float
+    norm: float
+    need: float  # largest number of rows that a rank was sent, as a share of its buffer; above 1 = overflow
+    used: float
+
+
 class Learner:
-    """A model, an objective and an optimizer, on 1..N data-parallel processes.
+    """A model, an objective and an optimizer, on any layout of processes.
 
     Args:
-        model: a `moekit.Transformer`. Its parameters move into flat buckets and stay usable as before.
+        model: a `moekit.Transformer`, or this rank's part of one (`moekit.learner.stages.part_of`). A whole model is
+            cut down to the part that the layout gives this rank. Its parameters move into flat buckets.
         objective: ``(flat, outputs) -> Terms``, e.g. `moekit.SFT()` or a function typed in a cell.
-        config: optimizer, router losses, elision.
-        world: the ranks; None = torch.distributed's, or one process.
+        config: optimizer, router losses, elision, layout.
+        world: all ranks of the layout; None = torch.distributed's, or one process.
+
+    Raises:
+        ConfigError: a layout, denominator or bias that cannot work. Before anything is moved.
 
     >>> learner = Learner(model, SFT(), LearnerConfig(lr=1e-3))     # doctest: +SKIP
     >>> learner.step([batch])["loss/total"]                         # doctest: +SKIP
@@ -51,62 +86,84 @@ class Learner:
     ):
         self.model, self.objective = model, objective
         self.config = config or LearnerConfig()
-        self.world = world or World.current()
         self.denominator: Denominator = getattr(objective, "denominator", "global_tokens")
         self.constant_length = getattr(objective, "constant_length", None)
         self.name = getattr(objective, "name", getattr(objective, "__name__", "objective"))
         shape = model.config
-        check_layout(self.config, shape, self.world.size)
         if self.denominator == "constant" and not self.constant_length:
             raise ConfigError("denominator 'constant' needs constant_length on the objective")
         if self.config.bias_rate and not shape.selection_bias:
             raise ConfigError(f"bias_rate={self.config.bias_rate} needs a model with ModelConfig.selection_bias=True")
-        self.gradients = Gradients(model, {n for n, _ in model.named_parameters() if is_expert(n)})
+        self.mesh = Mesh.make(self.config, shape, world)
+        self.world = self.mesh.world
+        part = part_of(self.config, shape, self.mesh.pp.rank, self.mesh.ep.rank)
+        if model.part != part:
+            model.keep(part)
+        self.gradients = Gradients(model, self.config, self.mesh)
         for bucket in self.gradients.buckets:  # replicas start equal even if they were seeded apart
-            self.world.broadcast(bucket.master)
-            bucket.refresh()
+            bucket.ranks.broadcast(bucket.param)
+            if bucket.family.tied:
+                self.mesh.tie.broadcast(bucket.param)
+            bucket.master.copy_(bucket.param if bucket.zero == 0 else bucket.param[bucket.start : bucket.stop])
+        for buffer in self._buffers().values():
+            self.mesh.dp.broadcast(buffer)
         self.optimizer = FlatAdamW(self.gradients, self.config)
+        self.pipeline = Pipeline(self.config, shape, self.mesh.pp, next(model.parameters()).dtype, model.device)
+        self.dispatcher = make_dispatcher(self.config, self.mesh.ep, shape.experts)
+        self._use(self.dispatcher)
         self.counter = RowCounter.of(shape)
+        self.routes: list[dict[int, Tensor]] = []  # with step(record=True): expert choices [N, K] by layer held here
         self.updates = 0  # committed optimizer steps: also the weight version
         self.skipped = 0
+        self.redone = 0
 
     # ------------------------------------------------------------------ one step
-    def step(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def step(
+        self, batches: Sequence[Batch], *, record: bool = False, replay: list[list[Tensor]] | None = None
+    ) -> dict[str, float]:
         """Run one optimizer step over this rank's microbatches; every rank calls it, also with an empty list.
 
+        Args:
+            batches: this data-parallel rank's microbatches. Ranks that differ only in ep or pp place: those of one dp
+                index (`mesh.dp.rank`) pass the same.
+            record: keep the routers' choices in `routes`, by microbatch and layer.
+            replay: choices to use instead, by microbatch and routing layer of the whole model, [N, K] in flat order.
+
         Returns:
-            Metrics by ``group/name``, the same on every rank; counts and rates are summed over ranks.
+            Metrics by ``group/name``, the same on every rank; counts, rates and bytes are summed over ranks.
 
         Raises:
             DataError: a token id outside the vocabulary. Raised before any work.
+            CapacityError: more rows than a buffer holds, with on_overflow="raise". Nothing has moved.
         """
         t0 = time.perf_counter()
+        self.mesh.wire.reset()
         flats = self._prepare(batches)
-        self.counter.reset()
-        self.gradients.start()
-        counts = step_counts(flats, self.world.sum_list)
-        loss, router = self._backward(flats, counts)
-        self.gradients.finish()
-        for bucket in self.gradients.buckets:
-            self.world.sum(bucket.grad)
-        norm = self.gradients.norm()
-        commit = counts.supervised > 0 and math.isfinite(loss) and math.isfinite(norm)
+        counts = step_counts(flats, self.mesh.dp.sum_list)
+        random = torch.get_rng_state()
+        found = self._attempt(flats, counts, record, replay)
+        redone = self._overflowed(found)
+        if redone:  # discard everything; every microbatch runs again on the synchronized path
+            torch.set_rng_state(random)
+            with self._synchronized():
+                found = replace(self._attempt(flats, counts, record, replay), need=found.need, used=found.used)
+        commit = counts.supervised > 0 and math.isfinite(found.loss) and math.isfinite(found.norm)
         clipped = False
         self.counter.all_reduce(self.world.group if self.world.size > 1 else None)
         if commit:
-            clipped = self.optimizer.step(self.updates, norm)
+            clipped = self.optimizer.step(self.updates, found.norm)
             self._move_bias()
             self.updates += 1
         else:
             self.skipped += 1
-        seconds = self.world.max_list([time.perf_counter() - t0])[0]
-        total = loss + self.config.router.balance * router["balance"] + self.config.router.z * router["z"]
+        seconds, wire = self._wall(time.perf_counter() - t0)
+        c = self.config.router
         return {
-            "loss/total": total,
-            f"loss/{self.name}": loss,
-            "loss/balance": router["balance"],
-            "loss/z": router["z"],
-            "grad/norm": norm,
+            "loss/total": found.loss + c.balance * found.balance + c.z * found.z,
+            f"loss/{self.name}": found.loss,
+            "loss/balance": found.balance,
+            "loss/z": found.z,
+            "grad/norm": found.norm,
             "grad/clipped": float(clipped),
             "lr": self.optimizer.lr if commit else 0.0,
             "step/index": self.updates,
@@ -115,7 +172,91 @@ class Learner:
             **self.counter.metrics(),
             **rates(self.counter, seconds),
             "flops/step": step_flops(self.model.config, self.counter)["total"] if counts.supervised else 0.0,
+            **wire,
+            **self._dispatch_metrics(found, redone),
         }
+
+    def _attempt(self, flats: list[Flat], counts: StepCounts, record: bool, replay: Any) -> Readings:
+        """All forwards and backwards of a step, and the sum of gradients over ranks. Moves nothing."""
+        self.counter.reset()
+        self.gradients.start()
+        self.dispatcher_reset()
+        self.routes = []
+        c, device = self.config.router, self.model.device
+        if counts.supervised == 0:  # nothing to learn from: known before any work, on every rank alike
+            self.counter.skip(flats if self.mesh.pp.rank == 0 else [])
+            self.gradients.finish()
+            return Readings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        pooled = c.granularity == "hf" and c.balance > 0
+        if pooled and (len(flats) > 1 or self.world.size > 1):
+            raise ConfigError(
+                f"router granularity 'hf' pools one microbatch on one process, got {len(flats)} microbatches on "
+                f"{self.world.size} ranks; use 'sequence' or 'microbatch'"
+            )
+        (divisor,) = self.mesh.dp.sum_list([scope_count(flats, c.scope)])
+        router = RouterLoss(c, max(divisor, 1.0), self.mesh.dp.sum if self.mesh.dp.size > 1 else None)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+
+        def forward(place: int, x_ND: Tensor | None, i: int) -> Tensor:
+            nonlocal loss
+            x, routes = self._stage(place, x_ND, flats[i], router, self.counter, replay[i] if replay else None)
+            if record:
+                self._record(i, place, routes)
+            if self.model.part.stages[place][1] < self.model.config.layers:
+                return x
+            out = self.model.finish(x, flats[i], routes)
+            terms = self.objective(flats[i], out)
+            weight = token_weights(flats[i], counts, self.denominator, self.constant_length)
+            value = (terms.loss_M * weight.to(terms.loss_M.dtype)).sum()
+            loss += value.detach()
+            if pooled:
+                balance = balance_hf(out.routes or [], flats[i], c.scope)
+                router.values["balance"].append(balance.detach())
+                value = value + c.balance * balance
+            return value
+
+        if self.mesh.pp.size == 1:  # INTERIM
+            for i in range(len(flats)):
+                value = forward(0, None, i)
+                if value.requires_grad:
+                    value.backward()
+                self.gradients.finish_microbatch()
+        else:
+            self.pipeline.run(flats, forward)
+        self.gradients.finish()
+        own = [loss, *(sum(v, torch.zeros((), device=device)) for v in router.values.values())]
+        own += [self.gradients.square_norm(), *self._fullness()]
+        mine = torch.stack([torch.as_tensor(x, device=device).to(torch.float64) for x in own])
+        all_WX = self.world.all_gather(mine.new_empty(self.world.size, len(own)).view(-1), mine, "counts")
+        rows = all_WX.view(self.world.size, -1).tolist()  # the one host read of a step
+        total = [math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in zip(*rows)]
+        most = [max(column) for column in zip(*rows)]
+        return Readings(*total[:3], math.sqrt(total[3]), *most[4:])
+
+    def _stage(self, place: int, x_ND: Tensor | None, flat: Flat, router: Any, counter: RowCounter, replay=None):
+        recompute = self.config.recompute if torch.is_grad_enabled() else "none"
+        if place == 0 and self.mesh.pp.rank == 0:  # positions count once, not once a pipeline rank
+            counter.positions(flat)
+            if recompute != "none":
+                with counter.during("recompute"):
+                    counter.positions(flat)
+        return self.model.stage(
+            place,
+            x_ND,
+            flat,
+            elide=self.config.elide,
+            router_loss=router if router is not None and router.per_layer else None,
+            observer=counter,
+            replay=replay,
+            recompute=recompute,
+        )
+
+    def _record(self, microbatch: int, place: int, routes: list) -> None:
+        start, stop = self.model.part.stages[place]
+        layers = [i for i in self.model.config.moe_layers if start <= i < stop]
+        while len(self.routes) <= microbatch:
+            self.routes.append({})
+        self.routes[microbatch] |= {i: r.expert_NK.detach() for i, r in zip(layers, routes)}
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
         """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing)."""
@@ -133,133 +274,133 @@ class Learner:
         if len(flats) < rounds:
             template = batches[0] if batches else Batch.make(torch.zeros(1, 2, dtype=torch.long))
             flats += [template.empty().flat] * (int(rounds) - len(flats))
-        device = next(self.model.parameters()).device
-        return [f.to(device) for f in flats]
-
-    def _backward(self, flats: list[Flat], counts: StepCounts) -> tuple[float, dict[str, float]]:
-        """All forwards and backwards of a step. Returns the loss and the router losses, summed over ranks."""
-        c = self.config.router
-        if counts.supervised == 0:  # nothing to learn from: known before any work, on every rank alike
-            self.counter.skip(flats)
-            return 0.0, {"balance": 0.0, "z": 0.0}
-        pooled = c.granularity == "hf" and c.balance > 0
-        if pooled and (len(flats) > 1 or self.world.size > 1):
-            raise ConfigError(
-                f"router granularity 'hf' pools one microbatch on one process, got {len(flats)} microbatches on "
-                f"{self.world.size} ranks; use 'sequence' or 'microbatch'"
-            )
-        (divisor,) = self.world.sum_list([scope_count(flats, c.scope)])
-        router = RouterLoss(c, max(divisor, 1.0), self.world.sum if self.world.size > 1 else None)
-        loss = torch.zeros((), dtype=torch.float64)
-        for flat in flats:
-            out = self._forward(flat, router, self.counter, record=pooled)
-            terms = self.objective(flat, out)
-            weight = token_weights(flat, counts, self.denominator, self.constant_length)
-            value = (terms.loss_M * weight.to(terms.loss_M.dtype)).sum()
-            loss += value.detach().to(loss)
-            if pooled:
-                balance = balance_hf(out.routes, flat, c.scope)
-                router.values["balance"].append(balance.detach())
-                value = value + c.balance * balance
-            if value.requires_grad:
-                value.backward()
-        own = [float(loss), *(float(sum(v, torch.zeros(()))) for v in router.values.values())]
-        loss_sum, balance_sum, z_sum = self.world.sum_list(own)
-        return loss_sum, {"balance": balance_sum, "z": z_sum}
-
-    def _forward(self, flat: Flat, router: RouterLoss | None, counter: RowCounter, record: bool = False) -> Any:
-        counter.positions(flat)
-        return self.model(
-            flat,
-            elide=self.config.elide,
-            router_loss=router if router is not None and router.per_layer else None,
-            observer=counter,
-            record=record,
-        )
+        if self.mesh.ep.size > 1:  # everyone learns how many rows can come from whom, here and not in the layers
+            theirs = self.mesh.ep.gather([f.size for f in flats])
+            flats = [replace(f, peers=peers) for f, peers in zip(flats, zip(*theirs))]
+        return [f.to(self.model.device) for f in flats]
 
     def _move_bias(self) -> None:
         if not self.config.bias_rate:
             return
-        for layer, block in enumerate(self.model.layers):
-            moe = getattr(block, "moe", None)
-            if moe is not None:
+        for layer, block in self.model.blocks.items():
+            if block.routes:
                 count_E = self.counter.decided(layer, scope="valid")
-                bias = moe.router.selection_bias
+                bias = block.moe.router.selection_bias
                 bias += bias_step(count_E, self.config.bias_rate).to(bias.device)
+
+    def _wall(self, seconds: float) -> tuple[float, dict[str, float]]:
+        """The slowest rank's time, and the bytes that all ranks sent, by kind."""
+        sent = self.mesh.wire.total() if hasattr(self.mesh.wire, "total") else self.mesh.wire.sent
+        mine = torch.tensor([seconds, *(float(sent.get(k, 0)) for k in WIRE)], dtype=torch.float64)
+        mine = mine.to(self.world.device)
+        rows = self.world.all_gather(mine.new_empty(self.world.size * len(mine)), mine, "counts")
+        columns = list(zip(*rows.view(self.world.size, -1).tolist()))
+        return max(columns[0]), {f"wire/{k}_bytes": sum(c) for k, c in zip(WIRE, columns[1:])}
+
+    # ------------------------------------------------------------------ overflow of rowwise buffers
+    def _use(self, dispatcher: Any) -> None:
+        for block in self.model.blocks.values():
+            if block.routes:
+                block.moe.dispatcher = dispatcher
+
+    def dispatcher_reset(self) -> None:
+        """Forget how full the buffers were."""
+        if isinstance(self.dispatcher, RowwiseDispatcher):
+            self.dispatcher.reset()
+
+    def _fullness(self) -> list[Any]:
+        d = self.dispatcher
+        return [d.need, d.used] if isinstance(d, RowwiseDispatcher) else [0.0, 0.0]
+
+    def _overflowed(self, found: Readings) -> bool:
+        """Whether to run again; the same answer on every rank. Later steps get larger buffers.
+
+        Raises:
+            CapacityError: with on_overflow="raise".
+        """
+        if found.need <= 1.0 or self.config.on_overflow == "drop":
+            return False
+        assert isinstance(self.dispatcher, RowwiseDispatcher)
+        had = self.dispatcher.capacity
+        if self.config.on_overflow == "raise":
+            raise CapacityError(
+                f"a rank was sent {found.need:.2f} times the rows that its buffer holds at capacity={had}; set "
+                f"capacity to {had * found.need:.2f} or more, or on_overflow='redo'"
+            )
+        self.dispatcher.capacity = had * found.need * 1.05
+        self.redone += 1
+        return True
+
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        self._use(SyncDispatcher(self.mesh.ep, self.model.config.experts))
+        try:
+            yield
+        finally:
+            self._use(self.dispatcher)
+
+    def _dispatch_metrics(self, found: Readings, redone: bool) -> dict[str, float]:
+        if not isinstance(self.dispatcher, RowwiseDispatcher):
+            return {}
+        return {
+            "dispatch/buffer_need": found.need,
+            "dispatch/buffer_used": found.used,
+            "dispatch/capacity": self.dispatcher.capacity,
+            "dispatch/redone": float(redone),
+        }
 
     # ------------------------------------------------------------------ looking without moving
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Mean loss per supervised token over all ranks' batches, without gradient; counts in pass "evaluate"."""
         flats = self._prepare(batches)
-        counter = RowCounter.of(self.model.config)
-        sums = [0.0, 0.0]
-        with counter.during("evaluate"):
-            for flat in flats:
-                loss_M = self.objective(flat, self._forward(flat, None, counter)).loss_M
-                sums = [sums[0] + float(loss_M.sum(dtype=torch.float64)), sums[1] + loss_M.numel()]
-        total, n = self.world.sum_list(sums)
+
+        def attempt() -> tuple[list[float], float]:
+            self.dispatcher_reset()
+            counter = RowCounter.of(self.model.config)
+            sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+
+            def forward(place: int, x_ND: Tensor | None, i: int) -> Tensor:
+                x, routes = self._stage(place, x_ND, flats[i], None, counter)
+                if self.model.part.stages[place][1] < self.model.config.layers:
+                    return x
+                loss_M = self.objective(flats[i], self.model.finish(x, flats[i], routes)).loss_M
+                sums.add_(torch.stack((loss_M.sum(dtype=torch.float64), sums.new_tensor(loss_M.numel()))))
+                return loss_M.sum()
+
+            with counter.during("evaluate"):
+                if self.mesh.pp.size == 1:  # INTERIM
+                    for i in range(len(flats)):
+                        forward(0, None, i)
+                else:
+                    self.pipeline.run(flats, forward, backward=False)
+            found = sums.tolist()
+            return self.world.sum_list(found), self.world.max_list([float(self._fullness()[0])])[0]
+
+        (total, n), need = attempt()
+        if self._overflowed(Readings(0.0, 0.0, 0.0, 0.0, need, 0.0)):
+            with self._synchronized():
+                (total, n), _ = attempt()
         return {f"eval/{self.name}": total / n if n else 0.0, "eval/tokens": n}
 
-    # ------------------------------------------------------------------ saving
-    def save(self, folder: str | Path, extra: dict[str, Any] | None = None, *, overwrite: bool = False) -> Path:
-        """Write masters, moments, router bias, step, random state and `extra` (JSON). Rank 0 writes, all wait."""
-        problem = 0.0
-        error: Exception | None = None
-        if self.world.rank == 0:
-            tensors = self.optimizer.state() | self._buffers() | {"rng.torch": torch.get_rng_state()}
-            manifest = {
-                "updates": self.updates,
-                "skipped": self.skipped,
-                "learner": self.config.to_dict(),
-                "model": self.model.config.to_dict(),
-                "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
-                "extra": extra or {},
-            }
-            try:
-                write_state(folder, {n: t.contiguous() for n, t in tensors.items()}, manifest, overwrite=overwrite)
-            except Exception as e:  # noqa: BLE001 (all ranks must learn of it, or they would wait for ever)
-                problem, error = 1.0, e
-        (problem,) = self.world.sum_list([problem])
-        if problem:
-            raise error or CheckpointError(f"rank 0 could not write {folder}; its log says why")
-        return Path(folder)
+    # ------------------------------------------------------------------ state (moekit.learner.state)
+    def save(
+        self, folder: str | Path, extra: dict[str, Any] | None = None, *, overwrite: bool = False, wait: bool = True
+    ) -> Saving:
+        """Write masters, moments, router bias, step, random state and `extra` (JSON); see `moekit.learner.state`."""
+        return state.save(self, folder, extra, overwrite=overwrite, wait=wait)
 
     def restore(self, folder: str | Path) -> dict[str, Any]:
-        """Continue from `save`: bitwise the same steps follow. Returns `extra`.
+        """Continue from a checkpoint of any layout; returns its `extra`. See `moekit.learner.state.restore`."""
+        return state.restore(self, folder)
 
-        Raises:
-            CheckpointError: broken files, or a checkpoint of another model shape.
-        """
-        with open_state(folder) as (manifest, read):
-            if manifest["model"] != _plain(self.model.config.to_dict()):
-                theirs, ours = manifest["model"], _plain(self.model.config.to_dict())
-                differ = [k for k in ours if theirs.get(k) != ours[k]]
-                raise CheckpointError(f"{folder} is of another model: {', '.join(differ)} differ")
-            self.optimizer.load(read, manifest["updates"])
-            for name, buffer in self._buffers().items():
-                buffer.copy_(read(name))
-            torch.set_rng_state(read("rng.torch"))
-            self.updates, self.skipped = manifest["updates"], manifest["skipped"]
-        return manifest["extra"]
+    def gradient(self) -> dict[str, Tensor]:
+        """The last step's gradient by name, whole, on every rank (after clipping, if it was active). A collective."""
+        return self.gathered("gradient")
+
+    def gathered(self, kind: str) -> dict[str, Tensor]:
+        """Whole "gradient", "parameter", "master", "exp_avg" or "exp_avg_sq" by name, on every rank. A collective."""
+        return state.gathered(self, kind)
 
     def _buffers(self) -> dict[str, Tensor]:
         return {n: b for n, b in self.model.named_buffers() if n.endswith("selection_bias")}
-
-    def gradient(self) -> dict[str, Tensor]:
-        """The last step's gradient by parameter name (after clipping, if it was active): views."""
-        return dict(self.gradients.named())
-
-
-def is_expert(name: str) -> bool:
-    """Whether a parameter is a stack of routed experts, the kind that expert parallelism splits."""
-    return name.endswith((".moe.gate_up", ".moe.down"))
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back: tuples become lists."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..checkpoint.intervals import Piece
 from ..config import LearnerConfig
 from .gradients import Bucket, Gradients
 
@@ -28,23 +29,25 @@ def learning_rate(step: int, c: LearnerConfig) -> float:
     return c.lr * (c.min_lr_ratio + (1.0 - c.min_lr_ratio) * shape)
 
 
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
 class FlatAdamW:
-    """torch.optim.AdamW over the buckets' masters: masters and moments are flat and in the accumulator's dtype."""
+    """torch.optim.AdamW over the buckets' masters: flat, in the accumulator's dtype, and only what this rank owns."""
 
     def __init__(self, gradients: Gradients, config: LearnerConfig):
         self.config, self.gradients = config, gradients
-        self.masters: list[tuple[Bucket, Tensor]] = []
+        self.masters: list[tuple[Bucket, torch.nn.Parameter]] = []
         groups = []
         for bucket in gradients.buckets:
             master = torch.nn.Parameter(bucket.master, requires_grad=True)  # shares storage
-            master.grad = bucket.grad
             self.masters.append((bucket, master))
-            groups.append({"params": [master], "weight_decay": config.weight_decay if bucket.decay else 0.0})
+            groups.append({"params": [master], "weight_decay": config.weight_decay if bucket.family.decay else 0.0})
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.lr = 0.0
 
     def step(self, index: int, norm: float) -> bool:
-        """Clip, update masters and moments, refresh the parameters. Returns whether clipping was active.
+        """Clip, update masters and moments, refresh the parameters everywhere. Returns whether clipping was active.
 
         Args:
             index: number of committed steps so far; sets the learning rate.
@@ -52,31 +55,37 @@ class FlatAdamW:
         """
         limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
         clip = norm > limit
-        if clip:
-            for bucket in self.gradients.buckets:
-                bucket.grad.mul_(limit / norm)
         self.lr = learning_rate(index, self.config)
         for group in self.adamw.param_groups:
             group["lr"] = self.lr
+        for bucket, master in self.masters:
+            assert bucket.owned_grad is not None
+            master.grad = bucket.owned_grad.mul_(limit / norm) if clip else bucket.owned_grad
         self.adamw.step()
-        for bucket in self.gradients.buckets:
+        for bucket, master in self.masters:
+            master.grad = None
             bucket.refresh()
         return clip
 
-    def state(self) -> dict[str, Tensor]:
-        """Masters and moments as parameter-shaped views: ``NAME.master``, ``NAME.exp_avg``, ``NAME.exp_avg_sq``."""
-        out = {}
+    def state(self, updates: int) -> dict[str, list[tuple[Piece, Tensor]]]:
+        """What this rank owns of masters and moments, by kind: pieces of parameters with their flat values (views)."""
+        out: dict[str, list[tuple[Piece, Tensor]]] = {kind: [] for kind in (KINDS if updates else KINDS[:1])}
+        owned = self.gradients.owned()
         for bucket, master in self.masters:
-            moments = self.adamw.state.get(master, {})
-            for span in bucket.spans:
-                out[f"{span.name}.master"] = bucket.view(bucket.master, span)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    if key in moments:
-                        out[f"{span.name}.{key}"] = bucket.view(moments[key], span)
+            if any(bucket is b for b in owned):
+                for kind, pieces in out.items():
+                    flat = bucket.master if kind == "master" else self.adamw.state[master][kind]
+                    pieces.extend(bucket.pieces(flat))
         return out
 
-    def load(self, read, updates: int) -> None:
-        """Fill masters and moments. `read(name) -> Tensor` gives each entry of `state`; `updates` = AdamW's count."""
+    def wanted(self, updates: int) -> dict[str, list[tuple[Piece, Tensor]]]:
+        """Everything that this rank keeps of masters and moments, to be filled; then call `refresh`.
+
+        Args:
+            updates: AdamW's step count; 0 = there are no moments yet.
+        """
+        out: dict[str, list[tuple[Piece, Tensor]]] = {kind: [] for kind in (KINDS if updates else KINDS[:1])}
+        self.adamw.state.clear()
         for bucket, master in self.masters:
             if updates:
                 self.adamw.state[master] = {
@@ -84,9 +93,13 @@ class FlatAdamW:
                     "exp_avg": torch.zeros_like(bucket.master),
                     "exp_avg_sq": torch.zeros_like(bucket.master),
                 }
-            for span in bucket.spans:
-                bucket.view(bucket.master, span).copy_(read(f"{span.name}.master"))
-                if updates:
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        bucket.view(self.adamw.state[master][key], span).copy_(read(f"{span.name}.{key}"))
+            for kind, pieces in out.items():
+                flat = bucket.master if kind == "master" else self.adamw.state[master][kind]
+                low, high = (0, bucket.param.shape[0]) if bucket.zero == 0 else (bucket.start, bucket.stop)
+                pieces.extend(bucket.cover(flat, low, high))
+        return out
+
+    def refresh(self) -> None:
+        """Parameters from masters, on all ranks."""
+        for bucket in self.gradients.buckets:
             bucket.refresh()

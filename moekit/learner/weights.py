@@ -11,7 +11,7 @@ from ..checkpoint import export as _export
 from ..checkpoint import huggingface
 from ..checkpoint.names import Naming
 from ..errors import ConfigError
-from ..model.transformer import Transformer
+from ..model.transformer import Part, Transformer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -22,6 +22,7 @@ def load(
     device: torch.device | str | None = None,
     *,
     allow_nonfinite: bool = False,
+    part: Part | None = None,
 ) -> Transformer:
     """A model with the weights of a Hugging Face folder of the family OLMoE, Qwen3-MoE or Mixtral.
 
@@ -31,6 +32,7 @@ def load(
             value exactly.
         device: where the parameters go; None = CPU.
         allow_nonfinite: accept NaN and infinity among the weights.
+        part: the layers and experts that this process holds; only they are read. None = everything.
     Returns:
         The model; `model.config.family` says where it came from.
     Raises:
@@ -47,7 +49,9 @@ def load(
     torch.bfloat16
     """
     config = huggingface.read_config(path)
-    model = Transformer(config, dtype=_dtype(dtype) or huggingface.stored_dtype(path), device=device, seed=None)
+    model = Transformer(
+        config, dtype=_dtype(dtype) or huggingface.stored_dtype(path), device=device, seed=None, part=part
+    )
     huggingface.load_into(model, path, allow_nonfinite=allow_nonfinite)
     return model
 

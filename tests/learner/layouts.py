@@ -75,7 +75,7 @@ def run(
             first = metrics | {"gradient": {n: g.clone() for n, g in learner.gradient().items()}}
             counts = learner.counter.measures["policy", "forward"].decided_LCE.clone()
     return first | {
-        "parameters": {n: p.detach().clone() for n, p in learner.model.named_parameters()},
+        "parameters": learner.gathered("parameter"),
         "bias": {n: b.clone() for n, b in learner.model.named_buffers() if n.endswith("selection_bias")},
         "decided": counts,
         "last": metrics,

@@ -46,7 +46,7 @@ def test_resume_is_bitwise(tmp_path, dtype):
         assert a["loss/total"] == b["loss/total"] and a["lr"] == b["lr"] and a["step/index"] == b["step/index"]
     for (name, p), q in zip(unbroken.model.named_parameters(), again.model.parameters()):
         assert torch.equal(p, q), name
-    state, other = unbroken.optimizer.state(), again.optimizer.state()
+    state, other = state(unbroken), state(again)
     assert state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
     biases = [m.layers[1].moe.router.selection_bias for m in (unbroken.model, again.model)]
     assert torch.equal(*biases) and biases[0].abs().sum() > 0
@@ -56,7 +56,7 @@ def test_a_bf16_parameter_is_its_rounded_master(tmp_path):
     one = learner(torch.bfloat16)
     for step in range(3):
         one.step([batch(step)])
-    state = one.optimizer.state()
+    state = state(one)
     for name, p in one.model.named_parameters():
         assert torch.equal(p.detach(), state[f"{name}.master"].bfloat16()), name
         assert state[f"{name}.exp_avg"].dtype == torch.float32

@@ -1,0 +1,177 @@
+"""What a learner is made of, gathered, saved and restored: masters, moments, router bias, step, random state.
+
+Everything is told in pieces, intervals of whole parameters (`moekit.checkpoint.intervals`), so that it does not matter
+which layout wrote and which one reads.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checkpoint.intervals import Piece
+from ..errors import CheckpointError
+
+try:  # INTERIM
+    from ..checkpoint.save import Saving, open_checkpoint, save_state
+except ImportError:
+    from ..checkpoint.save import open_state, write_state
+
+    save_state = None
+
+if TYPE_CHECKING:
+    from .learner import Learner
+
+Pieces = list[tuple[Piece, Tensor]]
+
+
+def _whole(name: str, tensor: Tensor) -> tuple[Piece, Tensor]:
+    return Piece(name, tuple(tensor.shape), 0, tensor.numel()), tensor.reshape(-1)
+
+
+def owned(learner: Learner, kind: str) -> Pieces:
+    """What this rank owns of one kind of state: over the world, every element of every parameter once."""
+    if kind in ("gradient", "parameter"):
+        out: Pieces = []
+        for b in learner.gradients.owned():
+            flat = b.owned_grad
+            if kind == "parameter":
+                flat = b.param if b.zero == 0 else b.param[b.start : b.stop]
+            assert flat is not None, "there is no gradient before the first step"
+            out.extend(b.pieces(flat))
+        return out
+    return learner.optimizer.state(learner.updates).get(kind, [])
+
+
+def gathered(learner: Learner, kind: str) -> dict[str, Tensor]:
+    """One kind of state by parameter name, whole, on every rank. Every rank calls it. For tests and small models."""
+    out: dict[str, Tensor] = {}
+    for rank in learner.world.gather([(p, t.detach().cpu()) for p, t in owned(learner, kind)]):
+        for piece, flat in rank:
+            whole = out.setdefault(piece.name, torch.zeros(piece.shape, dtype=flat.dtype))
+            whole.view(-1)[piece.start : piece.stop] = flat
+    return dict(sorted(out.items()))
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(s: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(s["torch"], dtype=torch.uint8))
+    if s["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(torch.tensor(s["cuda"], dtype=torch.uint8))
+    np.random.set_state(tuple(s["numpy"]))
+    version, keys, gauss = s["python"]
+    random.setstate((version, tuple(keys), gauss))
+
+
+def save(learner: Learner, folder: str | Path, extra: dict[str, Any] | None, *, overwrite: bool, wait: bool) -> Saving:
+    """Write one checkpoint; every rank calls it and writes what it owns.
+
+    Args:
+        folder: it appears under this name when it is complete on all ranks; a crash leaves what was there before.
+        extra: JSON values that go with it; rank 0's are kept.
+        overwrite: replace an existing folder, atomically.
+        wait: False = return when the state has been copied; it is written behind the next steps. `Saving.wait()`
+            raises what went wrong; the next save waits for this one.
+    Raises:
+        CheckpointError, StorageError: on every rank, whichever rank had the problem.
+    """
+    world = learner.world
+    entries = learner.optimizer.state(learner.updates)
+    first = learner.mesh.dp.rank == 0
+    entries["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()] if first else []
+    randoms = world.gather(_random_state())
+    c, pp = learner.config, learner.mesh.pp.size
+    manifest = {
+        "updates": learner.updates,
+        "skipped": learner.skipped,
+        "learner": c.to_dict(),
+        "model": learner.model.config.to_dict(),
+        "layout": {"world": world.size, "dp": learner.mesh.dp.size, "ep": c.ep, "pp": pp, "zero": c.zero},
+        "dtype": str(next(learner.model.parameters()).dtype).removeprefix("torch."),
+        "random": randoms,
+        "extra": extra or {},
+    }
+    if save_state is None:  # INTERIM
+        tensors = {f"{n}.{k}": t for k in entries if k != "buffer" for n, t in gathered(learner, k).items()}
+        tensors |= {n: b for n, b in learner._buffers().items()}
+        if world.rank == 0:
+            write_state(folder, tensors, manifest, overwrite=overwrite)
+        world.barrier()
+        return folder
+    token = world.gather(uuid.uuid4().hex)[0]
+    saving, problem = None, None
+    try:
+        saving = save_state(
+            folder, entries, manifest, world=world, token=token, overwrite=overwrite, asynchronous=not wait
+        )
+    except Exception as e:  # noqa: BLE001 (all ranks must learn of it, or they would wait for ever)
+        problem = e
+    told = world.gather(None if problem is None else f"rank {world.rank}: {problem}")
+    if problem is not None:
+        raise problem
+    if any(told):
+        raise CheckpointError(f"{folder} was not written: " + "; ".join(t for t in told if t))
+    assert saving is not None
+    return saving
+
+
+def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
+    """Continue from a checkpoint: at the same layout bitwise the same steps follow; at another, bitwise equal state.
+
+    Masters, moments, router bias, step and schedule; random state where the number of ranks is the same.
+    Returns:
+        `extra` as it was saved.
+    Raises:
+        CheckpointError: broken files, parameters missing or unknown, a checkpoint of another model shape.
+    """
+    if save_state is None:  # INTERIM
+        with open_state(folder) as (manifest, read):
+            for kind, pieces in learner.optimizer.wanted(manifest["updates"]).items():
+                for piece, out in pieces:
+                    out.copy_(read(f"{piece.name}.{kind}").view(-1)[piece.start : piece.stop])
+            for n, b in learner._buffers().items():
+                b.copy_(read(n))
+            learner.optimizer.refresh()
+            _set_random_state(manifest["random"][learner.world.rank])
+            learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
+            return manifest["extra"]
+    with open_checkpoint(folder) as there:
+        manifest = there.manifest
+        theirs, ours = manifest["model"], _plain(learner.model.config.to_dict())
+        if theirs != ours:
+            differ = [f"{k} is {theirs.get(k)!r} there, {ours[k]!r} here" for k in ours if theirs.get(k) != ours[k]]
+            raise CheckpointError(f"{folder} is of another model: {', '.join(differ)}")
+        wanted = learner.optimizer.wanted(manifest["updates"])
+        wanted["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()]
+        for kind, pieces in wanted.items():
+            for piece, out in pieces:
+                there.read_into(kind, piece, out)
+        learner.optimizer.refresh()
+        if len(manifest["random"]) == learner.world.size:
+            _set_random_state(manifest["random"][learner.world.rank])
+        learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
+        return manifest["extra"]
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back: tuples become lists."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value
