@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import html
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import Template
 
 from ..data.batch import CLASSES
 from ..errors import CheckpointError, RunError
@@ -73,13 +74,10 @@ class RunCard:
     def finish(self, metrics: pd.DataFrame, **results: Any) -> RunCard:
         """The card at the run's end: accounting and losses from its metrics, time, and other results."""
         ended = _now()
-        return dataclasses.replace(
-            self,
-            accounting=token_accounting(metrics),
-            results={"losses": losses(metrics), **results},
-            ended=ended,
-            seconds=(datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds(),
-        )
+        seconds = (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
+        results = {"losses": losses(metrics), **results}
+        accounting = token_accounting(metrics)
+        return dataclasses.replace(self, accounting=accounting, results=results, ended=ended, seconds=seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: tuples and paths become lists and text, non-finite numbers the text "nan", "inf", "-inf"."""
@@ -99,22 +97,14 @@ class RunCard:
 
     def to_html(self) -> str:
         """A small page that needs nothing else: no script, no outside file."""
-        title = html.escape(f"Run card: {self.name}")
-        return (
-            f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
-            "<meta name='viewport' content='width=device-width, initial-scale=1'></head>"
-            f"<body><h1>{title}</h1>{self._form(closed=('Environment', 'Definitions'))}</body></html>"
-        )
+        return self._page(whole=True, closed=["Environment", "Definitions"])
 
     def _repr_html_(self) -> str:  # in a notebook: what came out is open, the rest a click away
-        return self._form(closed=tuple(title for title, _ in self._sections()[2:]))
+        return self._page(whole=False, closed=[title for title, _ in self._sections()[2:]])
 
-    def _form(self, closed: tuple[str, ...]) -> str:
-        body = "".join(
-            f"<details{'' if title in closed else ' open'}><summary><b>{title}</b></summary>{_html(values)}</details>"
-            for title, values in self._sections()
-        )
-        return f"<div class='moekit-card'><style>{_STYLE}</style>{body}</div>"
+    def _page(self, **how: Any) -> str:
+        template = Template(Path(__file__).with_name("card.html.jinja").read_text(), autoescape=True)
+        return template.render(name=self.name, sections=self._sections(), text=_show, **how)
 
     def __repr__(self) -> str:
         lines = [f"Run card: {self.name}"]
@@ -125,26 +115,22 @@ class RunCard:
     def _sections(self) -> list[tuple[str, Any]]:
         d = self.to_dict()
         when = {k: d[k] for k in ("started", "ended", "seconds") if d[k] is not None}
-        titles = {"results": "Results", "accounting": "Token accounting", "base": "Base checkpoint",
-                  "objective": "Objective and denominator", "learner": "Learner", "layout": "Layout",
-                  "batch": "Batch construction", "model": "Model", "environment": "Environment",
-                  "definitions": "Definitions"}  # fmt: skip
+        titles = {
+            "results": "Results", "accounting": "Token accounting", "base": "Base checkpoint",
+            "objective": "Objective and denominator", "learner": "Learner", "layout": "Layout",
+            "batch": "Batch construction", "model": "Model", "environment": "Environment", "definitions": "Definitions",
+        }  # fmt: skip
         sections = [(title, d[name]) for name, title in titles.items() if d[name]]
         return [*sections[:2], ("Time", when), *sections[2:]]
-
-
-# ------------------------------------------------------------------ facts
 
 
 def hash_folder(path: str | Path) -> str:
     """SHA-256 (hexadecimal) of a model folder's content: its config.json and all of its safetensors files.
 
     Files are hashed one by one, in threads, and their names and digests in the order of names. The same weights cut
-    into other shards have another hash.
+    into other shards have another hash. Cost: reads the folder once.
 
     Raises CheckpointError: no such folder, or no safetensors file in it.
-
-    Cost: reads the folder once.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -152,19 +138,14 @@ def hash_folder(path: str | Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no .safetensors file, so there are no weights to hash")
-    if (folder / "config.json").exists():
-        files = [folder / "config.json", *files]
+    files = [*folder.glob("config.json"), *files]
+
+    def digest(file: Path) -> str:
+        with open(file, "rb") as f:
+            return f"{file.name}\0{hashlib.file_digest(f, 'sha256').hexdigest()}\n"
+
     with ThreadPoolExecutor(4) as pool:
-        digests = list(pool.map(_hash_file, files))
-    whole = hashlib.sha256()
-    for file, digest in zip(files, digests):
-        whole.update(f"{file.name}\0{digest}\n".encode())
-    return whole.hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return hashlib.sha256("".join(pool.map(digest, files)).encode()).hexdigest()
 
 
 def base_checkpoint(path_or_preset: str | Path, **facts: Any) -> dict[str, Any]:
@@ -178,34 +159,27 @@ def base_checkpoint(path_or_preset: str | Path, **facts: Any) -> dict[str, Any]:
 def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
     """A run's totals from its metrics: positions and rows by class, seconds, rates over the run, rows per supervised
     token. Sums over the recorded steps, so a resumed run counts every step once."""
-    column = lambda name: metrics[name].dropna().to_numpy()
-    total = {n: int(column(n).sum()) for n in metrics.columns if n.startswith(("tokens/", "rows/"))}
-    get = lambda name: total.get(name, 0)
-    positions = sum(get(f"tokens/{c}") for c in CLASSES)
-    supervised = get("tokens/supervised")
+    total = Counter({n: int(metrics[n].sum()) for n in metrics.columns if n.startswith(("tokens/", "rows/"))})
+    of_class = {c: total[f"tokens/{c}"] for c in CLASSES}
+    positions, supervised, dispatched = sum(of_class.values()), total["tokens/supervised"], total["rows/dispatched"]
     per = lambda n: n / supervised if supervised else 0.0
     out: dict[str, Any] = {
         "steps": len(metrics),
-        "positions": {**{c: get(f"tokens/{c}") for c in CLASSES}, "total": positions},
+        "positions": {**of_class, "total": positions},
         "routed rows": {n.partition("/")[2]: v for n, v in total.items() if n.startswith("rows/")},
         "per supervised token": {
             "positions": per(positions),
-            "rows dispatched": per(get("rows/dispatched")),
-            **{f"rows of {c} positions": per(get(f"rows/{c}")) for c in CLASSES},
+            "rows dispatched": per(dispatched),
+            **{f"rows of {c} positions": per(total[f"rows/{c}"]) for c in CLASSES},
         },
     }
     if "time/step_s" in metrics:
-        seconds = float(column("time/step_s").sum())
-        rate = lambda n: n / seconds if seconds > 0 else 0.0
-        out["seconds in steps"] = seconds
-        out["rates over the run"] = {
-            "supervised tokens/s": rate(supervised),
-            "tokens/s": rate(positions - get("tokens/padding")),
-            "positions/s": rate(positions),
-            "routed rows/s": rate(get("rows/dispatched")),
-        }
-    if "step/skipped" in metrics and len(column("step/skipped")):
-        out["skipped steps"] = int(column("step/skipped").max())
+        seconds = out["seconds in steps"] = float(metrics["time/step_s"].sum())
+        of_rate = {"supervised tokens/s": supervised, "tokens/s": positions - total["tokens/padding"],
+                   "positions/s": positions, "routed rows/s": dispatched}  # fmt: skip
+        out["rates over the run"] = {name: n / seconds if seconds > 0 else 0.0 for name, n in of_rate.items()}
+    if "step/skipped" in metrics and len(skipped := metrics["step/skipped"].dropna()):
+        out["skipped steps"] = int(skipped.max())
     return out
 
 
@@ -216,32 +190,15 @@ def losses(metrics: pd.DataFrame) -> dict[str, dict[str, float]]:
     """
     out = {}
     learners = np.asarray(metrics["step/index"].notna()) if "step/index" in metrics else None
-    for name in metrics.columns:
-        if not name.startswith(("loss/", "eval/")):
-            continue
+    for name in (n for n in metrics.columns if n.startswith(("loss/", "eval/"))):
         column = np.asarray(metrics[name], dtype=float)
         seen = column[learners if name.startswith("loss/") and learners is not None else ~np.isnan(column)]
         finite = seen[np.isfinite(seen)]
         if len(seen):
-            out[name] = {
-                "first": float(seen[0]),
-                "last": float(seen[-1]),
-                "smallest": float(finite.min()) if len(finite) else math.nan,
-                "not finite": len(seen) - len(finite),
-            }
+            out[name] = {"first": float(seen[0]), "last": float(seen[-1]),
+                         "smallest": float(finite.min()) if len(finite) else math.nan,
+                         "not finite": len(seen) - len(finite)}  # fmt: skip
     return out
-
-
-# ------------------------------------------------------------------ forms
-
-_STYLE = """
-.moekit-card{font:14px/1.45 system-ui,sans-serif;max-width:60rem}
-.moekit-card summary{font-weight:600;margin:.8rem 0 .3rem}
-.moekit-card table{border-collapse:collapse;margin:.2rem 0}
-.moekit-card :is(th,td){text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0;
-  border-bottom:1px solid #8884;background:none}
-.moekit-card th{font-weight:500;white-space:nowrap}
-.moekit-card td{font-variant-numeric:tabular-nums;white-space:pre-wrap;overflow-wrap:anywhere}"""
 
 
 def _plain(value: Any) -> Any:
@@ -264,15 +221,6 @@ def _show(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_show, value)) or "none"
     return str(value)
-
-
-def _html(value: Any) -> str:
-    if isinstance(value, dict):
-        rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{_html(v)}</td></tr>" for name, v in value.items())
-        return f"<table>{rows}</table>"
-    if isinstance(value, list) and any(isinstance(v, dict) for v in value):
-        return "".join(_html(v) for v in value)
-    return html.escape(_show(value))
 
 
 def _text(value: Any, indent: int) -> list[str]:

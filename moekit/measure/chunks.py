@@ -41,11 +41,9 @@ class Series:
 
 
 class ArrayWriter:
-    """Collects arrays step by step and writes chunks into `folder`.
+    """Collects arrays step by step and writes chunks into `folder`, which is made with the first chunk.
 
-    Args:
-        folder: made with the first chunk.
-        resume: cut what is recorded at this step or later; None = `folder` holds no chunk yet.
+    Args: `resume`: cut what is recorded at this step or later; None = `folder` holds no chunk yet.
     """
 
     def __init__(self, folder: str | Path, resume: int | None = None):
@@ -57,28 +55,27 @@ class ArrayWriter:
             left.unlink()
 
     def _clear(self) -> None:
-        self._open: dict[str, list[tuple[int, Tensor]]] = {}
-        self._bytes, self._steps, self._dirty = 0, 0, False
-        self._first = self._last = -1
-        self._flushed, self._cost = 0.0, 0.0
+        self._open: dict[str, dict[int, Tensor]] = {}  # name -> step -> array
+        self._steps: list[int] = []
+        self._bytes, self._dirty, self._flushed, self._cost = 0, False, 0.0, 0.0
 
     def add(self, step: int, arrays: Mapping[str, Tensor]) -> None:
         """Take copies of the arrays of a step; may write the current chunk."""
-        if any(_kind(t) != _kind(self._open[n][0][1]) for n, t in arrays.items() if self._open.get(n)):
+        kind = lambda t: (t.shape, t.dtype)
+        if any(kind(t) != kind(next(iter(self._open[n].values()))) for n, t in arrays.items() if n in self._open):
             self.close()  # a shape changed: its series goes on in the next chunk
         for name, t in arrays.items():
             if name.startswith(_STEPS):
                 raise ConfigError(f"an array may not be called {name!r}: names with {_STEPS!r} hold step numbers")
-            taken = self._open.setdefault(name, [])
-            if taken and taken[-1][0] >= step:
-                raise ConfigError(f"array {name!r} of step {step} was recorded already (last: step {taken[-1][0]})")
-            taken.append((step, t.detach().to("cpu", copy=True)))
+            taken = self._open.setdefault(name, {})
+            if taken and max(taken) >= step:
+                raise ConfigError(f"array {name!r} of step {step} was recorded already (last: step {max(taken)})")
+            taken[step] = t.detach().to("cpu", copy=True)
             self._bytes += t.numel() * t.element_size()
-        if arrays:
-            self._first = step if self._first < 0 else self._first
-            self._steps += step != self._last
-            self._last, self._dirty = step, True
-        if self._steps >= CHUNK_STEPS or self._bytes >= CHUNK_BYTES:
+            self._dirty = True
+        if arrays and self._steps[-1:] != [step]:
+            self._steps.append(step)
+        if len(self._steps) >= CHUNK_STEPS or self._bytes >= CHUNK_BYTES:
             self.close()
         elif time.monotonic() - self._flushed > max(FLUSH_SECONDS, self._cost / FLUSH_SHARE):
             self.flush()
@@ -88,11 +85,9 @@ class ArrayWriter:
         if not self._dirty:
             return
         began = time.monotonic()
-        out: dict[str, Tensor] = {}
-        for name, taken in self._open.items():
-            out[name] = _narrow(torch.stack([t for _, t in taken]))
-            out[_STEPS + name] = torch.tensor([step for step, _ in taken], dtype=torch.int64)
-        write_atomic(self.folder / f"{self._first:09d}.safetensors", save(out))
+        out = {name: _narrow(torch.stack(list(taken.values()))) for name, taken in self._open.items()}
+        out |= {_STEPS + name: torch.tensor(list(taken)) for name, taken in self._open.items()}
+        write_atomic(self.folder / f"{self._steps[0]:09d}.safetensors", save(out))
         self._flushed, self._dirty = time.monotonic(), False
         self._cost = self._flushed - began
 
@@ -109,21 +104,15 @@ def cut(folder: Path, step: int) -> None:
             path.unlink()
             continue
         held = load_file(path)
-        kept: dict[str, Tensor] = {}
-        for name in [n for n in held if not n.startswith(_STEPS)]:
-            n = int((held[_STEPS + name] < step).sum())
-            if n:
-                kept[name], kept[_STEPS + name] = held[name][:n], held[_STEPS + name][:n]
-        if any(len(held[n]) != len(kept.get(n, ())) for n in held):
-            write_atomic(path, save({n: t.contiguous() for n, t in kept.items()}))
+        before = {name: held[_STEPS + name] < step for name in held if not name.startswith(_STEPS)}
+        if not all(b.all() for b in before.values()):
+            kept = {part: held[part][b] for name, b in before.items() for part in (name, _STEPS + name) if b.any()}
+            write_atomic(path, save(kept))
 
 
 def names(folder: Path) -> list[str]:
     """Names of all arrays that `folder` holds."""
-    found: dict[str, None] = {}
-    for _, _, held in _chunks(folder):
-        found |= dict.fromkeys(n for n in held if not n.startswith(_STEPS))
-    return sorted(found)
+    return sorted({name for _, _, held in _chunks(folder) for name in held})
 
 
 def series(folder: Path, name: str, wanted: Collection[int] | None = None) -> Series:
@@ -155,22 +144,16 @@ def _chunks(folder: Path) -> Iterator[tuple[Path, safe_open, list[str]]]:
     for path in _files(folder):
         try:
             with safe_open(path, framework="pt") as chunk:
-                yield path, chunk, list(chunk.keys())
+                yield path, chunk, [name for name in chunk.keys() if not name.startswith(_STEPS)]  # noqa: SIM118
         except SafetensorError as e:
             raise RunError(f"{path} cannot be read: {e}; delete it to read the rest of the run") from None
 
 
-def _kind(t: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return t.shape, t.dtype
-
-
 def _narrow(t: Tensor) -> Tensor:
-    if t.dtype == torch.int64 and t.numel() and int(t.abs().max()) < 2**31:
-        return t.to(torch.int32)
-    return t.contiguous()
+    small = t.dtype == torch.int64 and t.numel() and int(t.abs().max()) < 2**31
+    return t.to(torch.int32) if small else t.contiguous()
 
 
 def _wide(t: Tensor) -> np.ndarray:
-    if t.dtype in (torch.bfloat16, torch.float16):
-        t = t.float()
-    return (t.to(torch.int64) if t.dtype == torch.int32 else t).numpy()
+    wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int32: torch.int64}
+    return t.to(wide.get(t.dtype, t.dtype)).numpy()

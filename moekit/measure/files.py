@@ -35,16 +35,15 @@ def write_atomic(path: str | Path, data: bytes | memoryview) -> Path:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as f:
                 f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(temporary, path)
-        except BaseException:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     return path
 
 

@@ -58,16 +58,16 @@ def encode(step: int, metrics: Mapping[str, Any]) -> bytes:
     >>> encode(3, {"loss/total": 0.5, "grad/norm": float("inf")})
     b'{"step":3,"loss/total":0.5,"grad/norm":null,"nonfinite":{"grad/norm":"inf"}}\\n'
     """
-    record: dict[str, Any] = {STEP: step}
-    nonfinite = {}
+    record, nonfinite = {STEP: step}, {}
     for name, value in metrics.items():
         if name in (STEP, NONFINITE):
             raise ConfigError(f"a metric may not be called {name!r}: the record uses that name; use 'group/name'")
         if hasattr(value, "item"):  # tensors and numpy scalars
-            value = _scalar(name, value)
+            if math.prod(value.shape) != 1:
+                raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}; pass tensors through `arrays`")
+            value = value.item()
         if isinstance(value, float) and not math.isfinite(value):
-            nonfinite[name] = repr(value)
-            value = None
+            nonfinite[name], value = repr(value), None
         elif value is not None and not isinstance(value, (int, float, str)):
             raise ConfigError(f"metric {name!r} is a {type(value).__name__}; metrics are numbers, text or None")
         record[name] = value
@@ -120,15 +120,14 @@ class RunWriter:
 
     Args:
         folder: the run folder; made if it does not exist.
-        resume: the first step that will be written. What is recorded at that step or later comes from a future that
-            the checkpoint does not know, and is cut; so is a half-written last line. None = a new run.
+        resume: the first step that will be written. What is recorded at that step or later, which the checkpoint does
+            not know, is cut; so is a half-written last line. None = a new run.
         rank: this process's rank; None = torch.distributed's, or 0. On other ranks every method does nothing.
     Raises:
         RunExistsError: a new run, in a folder that holds records already. Nothing is touched.
         StorageError: the folder cannot be written, or the disk is full. A record is written whole or not at all.
 
-    Cost: one write call for each record. Arrays are written in chunks; writing the current one again takes at most
-    5 % of the run's time.
+    Cost: one write call for each record; rewriting the current chunk of arrays takes at most 5 % of the run's time.
 
     >>> with RunWriter(folder) as writer:                                # doctest: +SKIP
     ...     for step in range(100):
@@ -139,10 +138,8 @@ class RunWriter:
     def __init__(self, folder: str | Path, *, resume: int | None = None, rank: int | None = None):
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self.folder = Path(folder)
-        self.active = rank == 0
-        self._fd = -1
-        self._last = -1
+        self.folder, self.active = Path(folder), rank == 0
+        self._fd = self._last = -1
         if not self.active:
             return
         path = self.folder / METRICS
@@ -210,13 +207,6 @@ class RunWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _scalar(name: str, value: Any) -> Any:
-    try:
-        return value.item()
-    except (ValueError, RuntimeError):
-        raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}; pass tensors through `arrays`") from None
 
 
 def _cut_lines(path: Path, resume: int) -> int:

@@ -46,10 +46,7 @@ class Run:
     def metrics(self) -> pd.DataFrame:
         """All records, indexed by `step`; several records of one step are joined, the later value wins."""
         path = self.folder / record.METRICS
-        if not path.exists():
-            return pd.DataFrame(index=pd.Index([], dtype="int64", name=record.STEP))
-        stat = path.stat()
-        mark = (stat.st_size, stat.st_mtime_ns)
+        mark = (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else (0, 0)
         if self._metrics is None or self._metrics[0] != mark:
             self._metrics = (mark, read_metrics(path))
         return self._metrics[1]
@@ -67,20 +64,14 @@ class Run:
         return chunks.series(self.folder / record.ARRAYS, name, steps)
 
     def rows(
-        self,
-        by: Sequence[str] = AXES,
-        *,
-        component: str | None = None,
-        pass_name: str | None = None,
+        self, by: Sequence[str] = AXES, *, component: str | None = None, pass_name: str | None = None,
         steps: Collection[int] | None = None,
-    ) -> pd.DataFrame:
+    ) -> pd.DataFrame:  # fmt: skip
         """Dispatched rows as a table: one line for each combination of `by`, summed over the other axes.
 
         Args:
             by: any of step, component, pass, layer, class, expert.
-            component: only this one.
-            pass_name: only this one; without it, and without "pass" in `by`, passes are summed.
-            steps: only these.
+            component, pass_name, steps: only these; without "pass" in `by`, say, passes are summed.
         Raises ConfigError: an unknown axis.
 
         >>> run.rows(by=("step", "class"), pass_name="forward")          # doctest: +SKIP
@@ -111,7 +102,7 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """What config.json says; empty without one."""
-        return _read_json(self.folder / record.CONFIG) or {}
+        return _read_json(self.folder / record.CONFIG)
 
     @property
     def card(self) -> RunCard | None:
@@ -122,8 +113,7 @@ class Run:
     @property
     def state(self) -> str:
         """How the run stands, as the launcher wrote it; "unknown" for a run that it did not start."""
-        values = _read_json(self.folder / STATE) or {}
-        return str(values.get("state", "unknown"))
+        return str(_read_json(self.folder / STATE).get("state", "unknown"))
 
     def _facts(self) -> dict[str, str]:
         m = self.metrics
@@ -142,12 +132,8 @@ class Run:
         return "\n".join(f"{'Run' if not i else '   '} {k:<20} {v}" for i, (k, v) in enumerate(self._facts().items()))
 
     def _repr_html_(self) -> str:
-        left = "style='text-align:left'"
-        cells = "".join(
-            f"<tr><th {left}>{html.escape(k)}</th><td {left}>{html.escape(v)}</td></tr>"
-            for k, v in self._facts().items()
-        )
-        return f"<table>{cells}</table>"
+        row = "<tr><th style='text-align:left'>{}</th><td style='text-align:left'>{}</td></tr>".format
+        return f"<table>{''.join(row(html.escape(k), html.escape(v)) for k, v in self._facts().items())}</table>"
 
 
 def read_metrics(path: str | Path) -> pd.DataFrame:
@@ -162,11 +148,9 @@ def read_metrics(path: str | Path) -> pd.DataFrame:
     return table if table.index.is_unique else table.groupby(level=0).last()
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+        values = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as e:
         raise RunError(f"{path} is broken: {e}") from None
     if not isinstance(values, dict):

@@ -132,17 +132,15 @@ def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
 
 def _load(run: Any) -> tuple[Any, ...]:
     figures, words, when = [], [], ""
-    for scope, what in routing.SCOPE.items():
+    for scope in ("all", "supervised"):
         count_LE, layers, when = counts(run, None, scope)
         load_LE = routing.balanced_share(count_LE)
         if np.isfinite(load_LE).any():
             i, e = np.unravel_index(np.nanargmax(load_LE), load_LE.shape)
             dead = int((load_LE == 0).sum())
             none = f"{dead} expert{'s' * (dead > 1)} received no row" if dead else "no expert went without rows"
-            words.append(
-                f"over {what} the busiest is expert {e} of layer {layers[i]} with {load_LE[i, e]:.2f} times its "
-                f"balanced share, and {none}"
-            )
+            most = f"expert {e} of layer {layers[i]} with {load_LE[i, e]:.2f} times its balanced share, and {none}"
+            words.append(f"over {routing.SCOPE[scope]} the busiest is {most}")
             figures.append(routing.load_heatmap(run, scope=scope))
     text = "; ".join(words)
     return f"{text[:1].upper()}{text[1:]} ({when}).", *figures
