@@ -23,10 +23,12 @@ from .config import (
     Granularity,
     LearnerConfig,
     OverLong,
+    Recompute,
     RouterLossConfig,
     RowKind,
     Schedule,
     SFTConfig,
+    Zero,
 )
 from .errors import JobError, MoekitError
 
@@ -101,6 +103,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--interactive", action="store_true", help="figures that zoom; the page grows by 5 MB")
     p = command("doctor", _doctor, "say what this machine has and what will run on it", "[--runs RUNS]")
     p.add_argument("--runs", default="runs", help="the folder of the runs to list")
+    _layout_options(command("layouts", _layouts, "list the layouts that a model and a number of processes allow, with "
+                            "predicted memory and wire bytes", "--world N --model MODEL [options]"))  # fmt: skip
     p = command("demo", _demo, "train a tiny mixture of experts on two processes, in about two minutes, and show it",
                 "[--out RUN] [--nproc N] [--steps N]")  # fmt: skip
     p.add_argument("--out", default="runs/demo", help="run folder; one that an earlier demo made is replaced")
@@ -193,6 +197,19 @@ def _evaluate_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--show", type=int, default=3, help="answers to print")
     g.add_argument("--json", action="store_true", help="everything as one JSON object")
     _answer_options(p, 64)
+
+
+def _layout_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--world", type=int, required=True, help="processes, on all nodes together")
+    p.add_argument("--model", required=True, help="a Hugging Face folder (its config.json is read), or a preset")
+    p.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of the weights")
+    p.add_argument("--zero", type=int, choices=get_args(Zero), default=2,
+                   help="0 replicates the optimizer's state; 1 shards it; 2 reduce-scatters gradients too")  # fmt: skip
+    p.add_argument("--recompute", choices=get_args(Recompute), default="none", help="activations given up")
+    p.add_argument("--length", type=int, help="tokens of a row (default: 4096, or the model's longest if less)")
+    p.add_argument("--microbatch-rows", type=int, default=1, help="rows of one forward pass of a process")
+    p.add_argument("--batch-rows", type=int, help="rows of one step (default: one microbatch for each process)")
+    p.add_argument("--json", action="store_true", help="the table as JSON, in bytes")
 
 
 # ------------------------------------------------------------------ commands
@@ -288,6 +305,18 @@ def _doctor(o: argparse.Namespace) -> int:
     found = report(o.runs)
     print(found)
     return found.exit_code
+
+
+def _layouts(o: argparse.Namespace) -> int:
+    from .learner.layouts import layout_table, render
+    from .recipes.setup import DTYPES, model_shape
+
+    table = layout_table(
+        model_shape(o.model), o.world, dtype=DTYPES[o.dtype], microbatch_rows=o.microbatch_rows, length=o.length,
+        config=LearnerConfig(zero=o.zero, recompute=o.recompute), batch_rows=o.batch_rows,
+    )  # fmt: skip
+    print(json.dumps(table) if o.json else render(table))
+    return 0
 
 
 def _demo(o: argparse.Namespace) -> int:

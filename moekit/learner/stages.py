@@ -20,29 +20,24 @@ def layer_costs(shape: ModelConfig) -> list[int]:
     The convention is `measure.cost.CONVENTION`'s "model": top_k experts a token, causal pairs, no embedding.
     """
     work = Work(LENGTH, LENGTH, LENGTH, LENGTH * (LENGTH + 1) // 2)
-    kinds = {dense: step_flops(replace(shape, layers=1, dense_layers=(0,) if dense else ()), work)
-             for dense in {i in shape.dense_layers for i in range(shape.layers)}}  # fmt: skip
-    costs = [int(kinds[i in shape.dense_layers]["total"] - kinds[i in shape.dense_layers]["head"])
-             for i in range(shape.layers)]  # fmt: skip
-    costs[-1] += int(next(iter(kinds.values()))["head"])
-    return costs
+    moe, dense = (step_flops(replace(shape, layers=1, dense_layers=d, dense_width=max(1, shape.dense_width)), work)
+                  for d in ((), (0,)))  # fmt: skip
+    costs = [int(kind["total"] - kind["head"]) for i in range(shape.layers)
+             for kind in (dense if i in shape.dense_layers else moe,)]  # fmt: skip
+    return [*costs[:-1], costs[-1] + int(moe["head"])]
 
 
 @lru_cache(maxsize=256)
 def plan_stages(shape: ModelConfig, stages: int) -> tuple[tuple[int, int], ...]:
     """Runs of layers [start, stop), one for each stage, with the smallest possible cost of the dearest stage.
 
-    Of all cuts with that largest cost, the one with the smallest sum of squared costs (idle stages share what is
-    left), and of those the one whose later stages start earliest: the same on every rank.
-
-    Args:
-        shape: the whole model's.
-        stages: how many, 1 .. layers; every stage gets at least one layer.
+    Of all such cuts, the one with the smallest sum of squared costs (so that idle stages share what is left), and of
+    those the one whose stages start earliest: the same on every rank.
 
     Raises:
-        ConfigError: more stages than layers.
+        ConfigError: more stages than layers; every stage gets at least one.
 
-    Cost: stages x layers^2 additions, on the host, once.
+    Cost: stages x layers^2 additions, once.
 
     >>> shape = ModelConfig(vocab=8, width=8, layers=6, heads=2, experts=4, top_k=1, expert_width=8)
     >>> plan_stages(shape, 2)
@@ -54,19 +49,17 @@ def plan_stages(shape: ModelConfig, stages: int) -> tuple[tuple[int, int], ...]:
         raise ConfigError(f"{shape.layers} layers cannot fill {stages} pipeline stages; a stage needs a layer")
     before = [0, *accumulate(layer_costs(shape))]  # before[i]: cost of the layers [0, i)
     ends = range(1, shape.layers + 1)
-    worst = before[1:]  # of layers [0, i) in one stage
+    worst = before[1:]  # dearest of so many stages over the layers [0, i)
     for _ in range(stages - 1):
         worst = [min((max(worst[j - 1], before[i] - before[j]) for j in range(1, i)), default=before[-1]) for i in ends]
     limit = worst[-1]
-
-    best: list[tuple[int, tuple[int, ...]] | None] = [(c * c, (0,)) if c <= limit else None for c in before[1:]]
-    for _ in range(stages - 1):  # squares and cuts of layers [0, i) in one stage more, none dearer than the limit
+    best = [(c * c, (0,)) if c <= limit else None for c in before[1:]]  # squares and cuts of those below the limit
+    for _ in range(stages - 1):
         best = [min(((b[0] + (before[i] - before[j]) ** 2, (*b[1], j)) for j in range(1, i)
-                     if (b := best[j - 1]) is not None and before[i] - before[j] <= limit), default=None)
+                     if (b := best[j - 1]) and before[i] - before[j] <= limit), default=None)
                 for i in ends]  # fmt: skip
-    found = best[-1]
-    assert found is not None  # the cut that gave the limit is one
-    return tuple(zip(found[1], (*found[1][1:], shape.layers)))
+    starts = best[-1][1]  # pyright: ignore[reportOptionalSubscript]
+    return tuple(zip(starts, (*starts[1:], shape.layers)))
 
 
 def stages_of(config: LearnerConfig, rank: int) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
 """What a layout will take, from shapes alone: storage and saved activations of a rank, bytes on its wire in a step.
 
-Storage is exact: it is computed as the learner lays it out, padding included. Activations are what autograd saves
-(`measure.memory.saved_bytes` counts the same on a real model), tensor by tensor. Wire bytes assume balanced routing.
+Storage is computed as the learner lays it out, padding included: exact. Activations are what autograd saves, tensor by
+tensor (`measure.memory.saved_bytes` counts them on a real model). Wire bytes assume balanced routing.
 
 Axis letters: N positions of a microbatch, P positions whose expert rows run, M labelled positions, R expert rows,
-D width, H query heads, G key/value heads, d head width, E experts, K experts per position, F expert width,
-V vocabulary, S documents, L their length.
+D width, H query heads, G key/value heads, d head width, E experts, K experts per position, F expert width, V tokens.
 """
 
 from __future__ import annotations
@@ -36,38 +35,15 @@ class Held:
     expert: bool = False  # split over ep, replicated over expert_dp; others are replicated over dp
     tied: bool = False  # held by the first and the last pipeline rank
 
-    @property
-    def family(self) -> tuple[bool, bool, bool]:
-        """Parameters of one family share a bucket: (expert, decayed, tied)."""
-        return self.expert, len(self.shape) >= 2, self.tied
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One flat bucket of a rank: its elements, padding included, and the ranks that share it."""
-
-    elements: int
-    ranks: int
-    tied: bool
-
-    @staticmethod
-    def of(held: Iterable[Held], dp: int, ep: int) -> list[Bucket]:
-        """The buckets of a rank that holds these parameters: spans at multiples of `ALIGN`, equal shards."""
-        sizes: Counter[tuple[bool, bool, bool]] = Counter()
-        for h in held:
-            sizes[h.family] += _up(prod(h.shape), ALIGN)
-        ranks = {True: dp // ep, False: dp}
-        return [Bucket(_up(n, ALIGN * ranks[e]), ranks[e], tied) for (e, _, tied), n in sizes.items()]
-
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What saved activations and wire bytes depend on, of one microbatch on one rank."""
+    """What activations and wire bytes depend on, of one microbatch on one rank."""
 
     positions: int  # N, padding included
     real: int  # not padding
     labels: int  # M
-    runs: tuple[tuple[int, int], ...]  # (documents, their length L): neighbours that attention takes together
+    runs: tuple[tuple[int, int], ...]  # (documents, their length): neighbours that attention takes together
 
     @staticmethod
     def of(flat: Flat) -> Microbatch:
@@ -80,60 +56,48 @@ class Microbatch:
         """Rows that are one document each, without padding, every position labelled: the most they can take."""
         return Microbatch(rows * length, rows * length, rows * length, ((rows, length),))
 
-    def run(self, elide: Elide, last: bool = False) -> int:
-        """P: positions whose expert rows run."""
-        if elide == "padding+last_layer" and last:
-            return self.labels
-        return self.positions if elide == "none" else self.real
-
-
-def _up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
+    def routed(self, elide: Elide, last: bool) -> int:
+        """P, in the last layer or in another."""
+        return (
+            self.labels if last and elide == "padding+last_layer" else self.positions if elide == "none" else self.real
+        )
 
 
 def _wide(dtype: torch.dtype) -> int:
     return max(4, dtype.itemsize)
 
 
-# ------------------------------------------------------------------ storage
+def buckets(held: Iterable[Held], dp: int, ep: int) -> list[tuple[int, int, bool]]:
+    """A rank's flat buckets, one for each of (expert?, decayed?, tied?): elements with padding, ranks, tied."""
+    sizes: Counter[tuple[bool, bool, bool]] = Counter()
+    for h in held:
+        sizes[h.expert, len(h.shape) >= 2, h.tied] += -(-prod(h.shape) // ALIGN) * ALIGN
+    ranks = {True: dp // ep, False: dp}
+    return [(-(-n // (ALIGN * ranks[e])) * ALIGN * ranks[e], ranks[e], tied) for (e, _, tied), n in sizes.items()]
 
 
 def storage_bytes(held: Iterable[Held], config: LearnerConfig, dtype: torch.dtype, dp: int) -> dict[str, int]:
-    """Bytes of a rank's buckets, exact, padding included.
+    """Bytes of a rank's buckets: with n elements, g ranks, b bytes an element and w = max(4, b),
 
-    For a bucket of n elements shared by g ranks, b bytes an element and w = max(4, b) wide:
-
-        parameters  n b                                     (the last shards' padding included)
-        gradients   n w;  n/g w with reduce="microbatch"
-        masters     0 where b = w, else n/g w (n w with zero=0)
-        moments     2 n/g w (2 n w with zero=0)
-
-    Args:
-        held: the rank's trainable parameters.
-        config: ep, zero and reduce.
-        dtype: of the parameters.
-        dp: data-parallel ranks.
+    parameters n b, gradients n w (n/g w with reduce="microbatch"), masters n/g w (none where b = w), moments 2 n/g w;
+    with zero=0 masters and moments are not divided by g.
 
     Returns:
-        parameters, gradients, masters, moments, total; and gradients_peak, the most that gradients take during a
-        step: with reduce="microbatch" the full buckets of a microbatch stand beside the shards.
+        These, their total, and gradients_peak: the most that gradients take during a step, which with
+        reduce="microbatch" is the full buckets beside the shards.
     """
     b, w = dtype.itemsize, _wide(dtype)
-    out = dict.fromkeys(("parameters", "gradients", "masters", "moments", "total", "gradients_peak"), 0)
-    for bucket in Bucket.of(held, dp, config.ep):
-        n = bucket.elements
-        own = n // bucket.ranks if config.zero else n
-        sharded = config.reduce == "microbatch" and config.zero == 2
+    out = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
+    peak = 0
+    for n, ranks, _ in buckets(held, dp, config.ep):
+        own = n // ranks if config.zero else n
+        sharded = config.reduce == "microbatch"
         out["parameters"] += n * b
         out["gradients"] += (own if sharded else n) * w
         out["masters"] += own * w if b < w else 0
         out["moments"] += 2 * own * w
-        out["gradients_peak"] += (n + own if sharded else n) * w
-    out["total"] = sum(out[k] for k in ("parameters", "gradients", "masters", "moments"))
-    return out
-
-
-# ------------------------------------------------------------------ activations
+        peak += (n + own if sharded else n) * w
+    return out | {"total": sum(out.values()), "gradients_peak": peak}
 
 
 def layer_bytes(
@@ -143,22 +107,22 @@ def layer_bytes(
     b, w = dtype.itemsize, _wide(dtype)
     N, M, D, H, G, d = work.positions, work.labels, shape.width, shape.heads, shape.kv_heads, shape.head_dim
     E, K, F, q, kv = shape.experts, shape.top_k, shape.expert_width, H * d, G * d
-    low = device == "cpu" and dtype.itemsize == 2
+    low = device == "cpu" and b == 2
     short = [(s, n) for s, n in work.runs if low and n <= SHORT]  # documents whose probabilities are kept
     long = sum(s * n for s, n in work.runs) - sum(s * n for s, n in short)
     last = config.elide == "padding+last_layer" and layer == shape.layers - 1
-    P, at = work.run(config.elide, last), M if last else N  # positions that route rows; that the rest of the layer sees
+    dense, at = layer in shape.dense_layers, M if last else N
     out = {"input": N * D * b}  # x, kept by the first norm
     out["norms"] = (
         N * D * b  # x + attention, kept by the second norm
         + 2 * N * w  # 1 / rms
-        + (N if layer not in shape.dense_layers else at) * D * b  # the second norm's output
-        + (M * D * b if last else 0)  # x, or the second norm's output, at labelled positions
+        + (at if dense else N) * D * b  # the second norm's output
+        + (M * D * b if last else 0)  # that, or its input, at labelled positions
     )
-    kept = long or any(s == 1 for s, _ in short) or shape.qk_norm != "none"
+    viewed = long or any(s == 1 for s, _ in short) or shape.qk_norm != "none"
     out["attention"] = (
         N * D * b  # the first norm's output
-        + (N * (q + 2 * kv) * b if kept else 0)  # queries, keys and values as projected; values are a view of it
+        + (N * (q + 2 * kv) * b if viewed else 0)  # queries, keys and values as projected: values are a view of it
         + {"none": 0, "full": 2 * N, "head": N * (H + G)}[shape.qk_norm] * w  # 1 / rms of queries and keys
         + 4 * N * d * b  # cos and sin, once for queries and once for keys
         + N * (q + kv) * b  # rotated queries and keys
@@ -166,10 +130,10 @@ def layer_bytes(
         + long * (q * b + H * w)  # outputs by document, log-sum-exp
         + N * q * b  # all outputs, joined
     )
-    if layer in shape.dense_layers:
+    if dense:
         return out | {"dense": at * 3 * shape.dense_width * b}  # gate and up, their product
     out["router"] = (
-        N * E * w  # probabilities (with sigmoid gates the scores)
+        N * E * w  # probabilities (scores, of sigmoid gates)
         + N * K * (w + INDEX)  # gates, choices
         + (N * (K + 2) * w if shape.normalize_gates else 0)  # gates before they were normalised, their sum
         + (2 * N * w if shape.gate == "sigmoid" else 0)  # sums of scores
@@ -178,82 +142,55 @@ def layer_bytes(
         + (N * (E + 3) * w if config.router.z else 0)  # logits in scope, log-sum-exp and its square
         + (3 * N * INDEX if config.router.balance else 0)  # positions in scope, documents
     )
-    R = P * K
-    if low and R >= PAD * E:
-        R += E * (PAD - 1) // 2  # on average, to make every expert's rows a multiple of PAD
-    out["experts"] = R * (2 * F * b + 2 * INDEX)  # gate and up, the row and the choice that each comes from
+    R = work.routed(config.elide, last) * K
+    R += E * (PAD - 1) // 2 if low and R >= PAD * E else 0  # on average, for multiples of PAD
+    out["experts"] = R * (2 * F * b + 2 * INDEX)  # gate and up; the row and the choice that each comes from
     if config.ep > 1:
-        out["experts"] += R * 2 * D * b + R * INDEX  # rows as received, rows as returned, their places
-    if shape.shared_width:
-        out["shared"] = at * 3 * shape.shared_width * b
-    return out
+        out["experts"] += R * (2 * D * b + INDEX)  # rows as received and as returned, their places
+    return out | ({"shared": at * 3 * shape.shared_width * b} if shape.shared_width else {})
 
 
 def activation_bytes(
-    shape: ModelConfig,
-    work: Microbatch,
-    dtype: torch.dtype,
-    config: LearnerConfig,
-    layers: tuple[int, int] | None = None,
-    device: str = "cpu",
-) -> dict[str, int]:
+    shape: ModelConfig, work: Microbatch, dtype: torch.dtype, config: LearnerConfig,
+    layers: tuple[int, int] | None = None, device: str = "cpu",
+) -> dict[str, int]:  # fmt: skip
     """Bytes that one microbatch keeps on a rank between its forward and its backward, by part.
 
     Args:
-        shape: the whole model's.
-        work: positions, labels and documents of the microbatch.
-        dtype: of the parameters.
         config: recompute, elide, ep and router losses.
         layers: [start, stop) of one pipeline stage; None = all. Layer 0 brings the embedding, the last the head.
-        device: "cpu" or "cuda": CPU kernels keep more in bfloat16 (probabilities of short documents, padded rows).
+        device: "cpu" or "cuda"; CPU kernels keep more in bfloat16.
 
     Returns:
-        embedding, input, norms, attention, router, experts, shared, dense, head: what there is of them; total; and
-        again, what the largest recomputation holds on top of that while its backward runs.
-
-    Source: read off the operations of `moekit.model`; held to `saved_bytes` within 15 % by tests.
+        Parts (those of `layer_bytes`, embedding, head), their total, and again: what the largest recomputation holds
+        on top of that while its backward runs.
     """
     start, stop = layers or (0, shape.layers)
-    out: Counter[str] = Counter()
-    again = 0
+    out, again, w = Counter[str](), 0, _wide(dtype)
     for i in range(start, stop):
         parts = layer_bytes(shape, i, work, dtype, config, device)
-        kept = dict(parts)
-        if config.recompute == "block":
+        kept = {k: v for k, v in parts.items() if config.recompute == "none" or k != "experts"}
+        if config.recompute == "block":  # the input, and what the router chose
             choices = work.positions * shape.top_k * INDEX if i not in shape.dense_layers else 0
             kept = {"input": parts["input"], "router": choices}
-        elif config.recompute == "moe":
-            kept.pop("experts", None)
         out.update(kept)
         again = max(again, sum(parts.values()) - sum(kept.values()))
     if start == 0:
         out["embedding"] = work.positions * INDEX
     if stop == shape.layers:
-        M, w = work.labels, _wide(dtype)
-        logits = M * shape.vocab * w
+        M, V = work.labels, shape.vocab
         out["head"] = (
             2 * M * shape.width * dtype.itemsize  # hidden states before and after the final norm
             + 2 * M * (w + INDEX)  # 1 / rms, log-sum-exp; where the labels are, and what
-            + (logits if M <= max(1, CHUNK_BYTES // (shape.vocab * w)) else 0)  # probabilities
+            + (M * V * w if M <= max(1, CHUNK_BYTES // (V * w)) else 0)  # probabilities
         )
-    return dict(out) | {"total": sum(out.values()), "again": again}
-
-
-# ------------------------------------------------------------------ wire
+    return {**out, "total": sum(out.values()), "again": again}
 
 
 def wire_bytes(
-    held: Iterable[Held],
-    shape: ModelConfig,
-    config: LearnerConfig,
-    work: Microbatch,
-    dtype: torch.dtype,
-    dp: int,
-    *,
-    microbatches: int,
-    layers: Iterable[int],
-    boundaries: int = 0,
-) -> dict[str, float]:
+    held: Iterable[Held], shape: ModelConfig, config: LearnerConfig, work: Microbatch, dtype: torch.dtype, dp: int, *,
+    microbatches: int, layers: Iterable[int], boundaries: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Bytes that one rank sends in one training step, by kind, with balanced routing and equal microbatches.
 
     With g ranks sharing a bucket of n elements, b bytes an element and w = max(4, b):
@@ -262,27 +199,22 @@ def wire_bytes(
                     and n w for a tied embedding's other copy
         parameters  (g-1)/g n b with zero > 0
         rows        (ep-1)/ep K P D b out and as much back, forward and backward, and again with recompute
-        pipeline    N D b for every boundary of a stage that lies between two ranks
+        pipeline    N D b for every boundary
 
     Args:
-        held: the rank's parameters.
-        shape, config, dtype, dp: as for `storage_bytes` and `activation_bytes`.
-        work: one microbatch.
         microbatches: of a step, on this rank.
         layers: those that the rank holds.
         boundaries: transfers of one microbatch to another pipeline rank, forward and backward.
     """
     b, w = dtype.itemsize, _wide(dtype)
     out = dict.fromkeys(("gradients", "parameters", "rows", "pipeline"), 0.0)
-    for bucket in Bucket.of(held, dp, config.ep):
-        share = (bucket.ranks - 1) / bucket.ranks * bucket.elements
-        times = {0: 2, 1: 2, 2: microbatches if config.reduce == "microbatch" else 1}[config.zero]
-        out["gradients"] += times * share * w + (bucket.elements * w if bucket.tied else 0)
+    for n, ranks, tied in buckets(held, dp, config.ep):
+        share = (ranks - 1) / ranks * n
+        times = 2 if config.zero < 2 else microbatches if config.reduce == "microbatch" else 1
+        out["gradients"] += times * share * w + (n * w if tied else 0)
         out["parameters"] += share * b if config.zero else 0
-    passes = 4 + (2 if config.recompute != "none" else 0)
-    for i in layers:
-        if i not in shape.dense_layers:
-            rows = work.run(config.elide, i == shape.layers - 1) * shape.top_k
-            out["rows"] += passes * microbatches * (config.ep - 1) / config.ep * rows * shape.width * b
+    passes = microbatches * (4 if config.recompute == "none" else 6)
+    rows = sum(work.routed(config.elide, i == shape.layers - 1) for i in layers if i not in shape.dense_layers)
+    out["rows"] = passes * (config.ep - 1) / config.ep * rows * shape.top_k * shape.width * b
     out["pipeline"] = float(microbatches * boundaries * work.positions * shape.width * b)
     return out | {"total": sum(out.values())}
