@@ -7,9 +7,10 @@
       call.pkl              the pickled call
       state.json            starting | running | finished | failed | stopped; pids, times, exit codes, reason
       logs/                 rank_<r>.log: stdout and stderr of each rank; supervisor.log
-      ranks/rank_<r>.json   where each rank is: pid, phase, time
+      ranks/rank_<r>.json   where each rank is: pid, host, phase, time; .stack: where a SIGTERM met it
       results/rank_<r>.pkl  what the function returned
       errors/rank_<r>.json  what went wrong
+      node.sh, job.sbatch   of a job on several nodes: what each runs, and the batch script; slurm_job: its id
       metrics.jsonl, arrays/, checkpoints/, export/, card.*, report.html     written by the recipes
 
 JSON files are replaced in one move, so a reader never sees half of one.
@@ -31,7 +32,7 @@ from ..errors import ConfigError, MoekitError, RunExistsError, StorageError
 from .processes import host_id, is_alive
 
 # What a job writes about itself, and what the recipes in it write: all that `overwrite` may remove.
-_CONTROL = ("config.json", "call.pkl", "state.json", "ranks", "results", "errors")
+_CONTROL = ("config.json", "call.pkl", "state.json", "ranks", "results", "errors", "node.sh", "job.sbatch", "slurm_job")
 _RECIPES = ("metrics.jsonl", "arrays", "checkpoints", "export", "card.json", "card.html", "report.html")
 OWNED = (*_CONTROL, "logs", *_RECIPES)
 ENDED = ("finished", "failed", "stopped")
@@ -79,7 +80,13 @@ def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
         state = read_json(folder / "state.json")
     if state is None:
         raise ConfigError(f"no run at {folder} (no readable state.json); give the folder of a run, such as runs/<name>")
-    if state["state"] in ENDED or not (gone or _supervisor_is_lost(folder, state)):
+    if state["state"] in ENDED:
+        return state
+    if state.get("backend", "local") != "local":  # nobody watches over it but its own ranks, and Slurm
+        from .outcome import from_ranks
+
+        return from_ranks(folder, state)
+    if not (gone or _supervisor_is_lost(folder, state)):
         return state
     again = read_json(folder / "state.json")  # it may have written its last word between our two looks
     if again is not None and again["state"] in ENDED:
@@ -163,8 +170,9 @@ def _write_new(new: Path, config: dict[str, Any], call: bytes) -> None:
         (new / part).mkdir(parents=True)
     (new / "call.pkl").write_bytes(call)
     write_json(new / "config.json", config)
-    nobody = [None] * config["nproc"]
+    nobody = [None] * config["nproc"] * config.get("nodes", 1)
     state = {"state": "starting", "reason": "", "host": host_id(), "exit_codes": nobody, "failed_rank": None}
+    state["backend"] = config.get("backend", "local")
     state |= {"pids": {"supervisor": None, "agent": None, "ranks": nobody}, "stamps": {}}
     write_json(new / "state.json", state | {"created": time.time(), "started": None, "ended": None})
 

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +105,9 @@ def environment(extra: dict[str, str] | None = None, *, threads: int, malloc: st
     made = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     if made.get("MPLBACKEND", "").startswith("module://"):
         del made["MPLBACKEND"]
-    # All ranks are on this host: loopback works whatever the host's name resolves to.
-    made.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    made["OMP_NUM_THREADS"] = made["MKL_NUM_THREADS"] = str(threads)
-    return made | _MALLOC[malloc] | (extra or {})
+    return made | process_settings(threads, malloc) | (extra or {})
+
+
+def process_settings(threads: int, malloc: str = "default") -> dict[str, str]:
+    """What has to be in the environment before the interpreter of a rank starts."""
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} | _MALLOC[malloc]

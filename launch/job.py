@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
+from . import slurm
 from .folder import ENDED, read_json, read_state, write_json
 from .processes import host_id, is_alive, kill_descendants
 
@@ -54,14 +55,14 @@ class Job:
     Attributes:
         folder, name: the run folder, and its name.
         config: what was asked for (config.json).
-        nproc: how many ranks it has.
+        nproc: how many ranks it has, over all nodes.
     """
 
     def __init__(self, folder: Path, process: subprocess.Popen | None = None):
         self.folder = folder
         self.config: dict[str, Any] = read_json(folder / "config.json") or {}
         self.name = folder.name
-        self.nproc: int = self.config.get("nproc", 0)
+        self.nproc: int = self.config.get("nproc", 0) * self.config.get("nodes", 1)
         self._last: dict[str, Any] = {}
         self._metrics: list[dict[str, Any]] = []
         self._metrics_offset = 0
@@ -218,6 +219,8 @@ class Job:
         state = self._read()
         if state["state"] in ENDED and not self._living(state):
             return state["state"]
+        if state.get("backend", "local") != "local":
+            return self._stop_nodes(state, patience)
         if state["host"] != host_id():
             raise JobError(f"job {self.name} runs on {state['host']}; stop it there")
         end = time.monotonic() + patience
@@ -233,9 +236,23 @@ class Job:
             self._force(state)
         return self.state
 
+    def _stop_nodes(self, state: dict[str, Any], patience: float) -> str:
+        """Slurm ends its job; a rank that runs here gets SIGTERM, and by its end torchrun ends the others."""
+        slurm.cancel(self.folder)
+        if not slurm.job_id(self.folder) and len(self._living(state)) < sum(pid is not None for pid in self.pids):
+            raise JobError(f"job {self.name} has ranks on other hosts; end its torchrun there")
+        for pid in self._living(state):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        end = time.monotonic() + patience
+        while self._living(state) and time.monotonic() < end:
+            time.sleep(0.02)
+        self._force(state | {"reason": "stopped on request"})
+        return self.state
+
     def _living(self, state: dict[str, Any]) -> list[int]:
         """The processes of the job that still run on this host."""
-        if state["host"] != host_id():
+        if state["host"] != host_id() and state.get("backend", "local") == "local":
             return []
         return [int(pid) for pid, start in state["stamps"].items() if is_alive(int(pid), start)]
 
@@ -248,7 +265,8 @@ class Job:
         while self._living(state) and time.monotonic() < end:
             time.sleep(0.02)
         if state["state"] not in ENDED:
-            state |= {"state": "stopped", "reason": "stopped by force", "ended": time.time()}
+            reason = state["reason"] or "stopped by force"
+            state |= {"state": "stopped", "reason": reason, "ended": time.time()}
             write_json(self.folder / "state.json", state)
 
     # Showing it

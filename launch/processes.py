@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -122,3 +123,12 @@ def watch_parent(parent: int) -> None:
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9; `signal 99` for a number without a name."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """A fresh interpreter that runs `main` of moekit.launch.`module`, out of the very moekit that runs here."""
+    root = str(Path(sys.modules["moekit"].__path__[0]).absolute().parent)
+    # -P and del: neither the working folder nor ours may shadow anything (they may hold a folder called `kernels`).
+    code = f"import sys; sys.path.insert(0, {root!r}); import moekit; del sys.path[0]; "
+    code += f"from moekit.launch.{module} import main; main()"
+    return [sys.executable, "-P", "-c", code, *arguments]

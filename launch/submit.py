@@ -26,11 +26,11 @@ from typing import Any
 import cloudpickle
 
 from ..errors import ConfigError, StorageError
+from . import slurm as slurm_jobs
 from .folder import create, remove
-from .host import cpu_count, environment, port_is_free
+from .host import cpu_count, environment, port_is_free, process_settings
 from .job import Job
-from .processes import stamp
-from .supervisor import python_command
+from .processes import python_command, stamp
 from .worker import dumps
 
 _LARGE_CALL = 256 << 20
@@ -57,6 +57,7 @@ def submit(
     device: str = "auto",
     malloc: str = "default",
     port: int | None = None,
+    slurm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Job:
     """Runs ``fn(*args, **kwargs)`` in `nproc` fresh processes that are joined by torch.distributed; returns at once.
@@ -70,17 +71,22 @@ def submit(
 
     Args:
         fn: what every rank calls, after the process group is there. `moekit.here()` tells it its rank and device.
-        nproc: ranks; may be more than there are cores.
-        nodes, backend: 1 and "local" are what this version has.
+        nproc: ranks of a node; may be more than there are cores.
+        nodes: machines; above 1 with one of the other backends.
+        backend: "local" runs on this machine. "slurm" writes and submits a batch script that runs torchrun on every
+            node. "torchrun" starts nothing: `bash RUN/node.sh HOST:PORT` on every node does. `runs` must then be a
+            folder that all nodes see, and the job does not end with this process.
         name: of the run folder in `runs`; made from date, time and function when None.
         overwrite: replace the run that is in the folder (only files that moekit writes are removed).
         resume: go on in the folder of a run that has ended, keeping its checkpoints, metrics and logs.
         env: variables for the job's processes, on top of this process's own.
-        threads: CPU threads per rank; cores // nproc, at least 1, when None.
+        threads: CPU threads per rank; when None: cores // nproc, at least 1, on this machine, and 1 on others.
         timeout: seconds after which a collective that some rank does not join fails.
         device: "cpu", "cuda" (one GPU per rank), or "auto": cuda where there is a GPU.
         malloc: "keep" lets glibc keep freed memory, which saves page faults in training; "default" leaves it alone.
         port: of the rendezvous; a free one of the job's own when None.
+        slurm: options of sbatch (`{"partition": "gpu", "gpus_per_node": 4}`), "setup": shell lines that run first,
+            "submit": False to write the script only.
         args, kwargs: for `fn`. A keyword that `submit` has itself has to be bound with functools.partial.
 
     Returns:
@@ -90,11 +96,12 @@ def submit(
         ConfigError: a setting cannot work, or the call cannot be pickled. Nothing was started.
         RunExistsError: the run folder exists. Nothing was touched.
         StorageError: the run folder cannot be written. Nothing was started or left behind.
+        BackendError: no `sbatch` here, or it refused. The script stays, and the message says how to use it.
     """
     if threads is None and _is_count(nproc):
-        threads = max(1, cpu_count() // nproc)
+        threads = max(1, cpu_count() // nproc) if backend == "local" else 1
     settings = {"backend": backend, "nodes": nodes, "nproc": nproc, "threads": threads, "device": device}
-    settings |= {"timeout": timeout, "malloc": malloc, "port": port}
+    settings |= {"timeout": timeout, "malloc": malloc, "port": port, "slurm": slurm or {}}
     _check(fn, env or {}, **settings)
     function = _name_of(fn)
     call = _pack(fn, args, kwargs, function)
@@ -113,7 +120,14 @@ def submit(
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     folder = create(runs, name, function, config, call, overwrite=overwrite, resume=resume)
-    return _start(folder, detach, environment(env, threads=threads or 1, malloc=malloc))
+    whole = environment(env, threads=threads or 1, malloc=malloc)
+    if backend == "local":
+        return _start(folder, detach, whole)
+    shown = {key: value for key, value in config["env"].items() if value != "***"}
+    slurm_jobs.write_scripts(folder, config, process_settings(threads or 1, malloc) | shown)
+    if backend == "slurm" and config["slurm"].get("submit", True):
+        slurm_jobs.send(folder, whole)
+    return Job(folder)
 
 
 def _is_count(value: Any) -> bool:
@@ -122,7 +136,7 @@ def _is_count(value: Any) -> bool:
 
 def _check(
     fn: Any, env: Any, *, backend: Any, nodes: Any, nproc: Any, threads: Any, device: Any, timeout: Any, malloc: Any,
-    port: Any,
+    port: Any, slurm: Any,
 ) -> None:  # fmt: skip
     def need(ok: bool, message: str) -> None:
         if not ok:
@@ -130,10 +144,15 @@ def _check(
 
     need(callable(fn), f"fn={fn!r} cannot be called; give the function itself: submit(train, config, nproc=2)")
     need(_is_count(nproc), f"nproc={nproc!r} must be a whole number of ranks, at least 1")
+    need(_is_count(nodes), f"nodes={nodes!r} must be a whole number of machines, at least 1")
+    need(backend in ("local", "torchrun", "slurm"), f"backend={backend!r} is not one of 'local', 'torchrun', 'slurm'")
     need(
-        backend == "local" and nodes == 1,
-        f"backend={backend!r}, nodes={nodes!r}: this version runs jobs on this machine only (backend='local', nodes=1)",
+        nodes == 1 or backend != "local",
+        f"nodes={nodes} with backend='local': it runs on this machine only; use backend='slurm', or 'torchrun' to "
+        "start it by hand on each",
     )
+    need(not slurm or backend == "slurm", f"slurm={slurm!r} needs backend='slurm', got backend={backend!r}")
+    slurm_jobs.check_options(slurm)
     need(_is_count(threads), f"threads={threads!r} must be a whole number of CPU threads per rank, at least 1")
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     need(is_number and 0 < timeout < 1e9, f"timeout={timeout!r} must be a number of seconds above 0")
@@ -144,7 +163,7 @@ def _check(
     if port is not None:
         need(_is_count(port) and port < 65536, f"port={port!r} must be a TCP port, 1 to 65535, or None for a free one")
         need(
-            port_is_free(port),
+            backend != "local" or port_is_free(port),
             f"port={port} of this machine is in use by another process; give a free one, or leave port=None and the "
             "job takes one of its own",
         )
@@ -235,6 +254,8 @@ def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
     """Starts the supervisor, which watches this process unless the job is detached."""
     me = os.getpid()
     watched = [] if detach else [str(me), stamp(me) or ""]
+    # All ranks are on this host: loopback works whatever the host's name resolves to.
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         with (folder / "logs" / "supervisor.log").open("ab") as log:
             process = subprocess.Popen(

@@ -27,19 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from .folder import HEARTBEAT_S, read_json, write_json
-from .processes import adopt_orphans, descendants, is_alive, kill_descendants, reap, signal_name, stamp
+from .outcome import failure, first_failure
+from .processes import (
+    STOP_GRACE_S,
+    adopt_orphans,
+    descendants,
+    is_alive,
+    kill_descendants,
+    python_command,
+    reap,
+    signal_name,
+    stamp,
+)
 
-STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _POLL_S = 0.1
-
-
-def python_command(module: str, *arguments: str) -> list[str]:
-    """A fresh interpreter that runs `main` of moekit.launch.`module`, out of the very moekit that runs here."""
-    root = str(Path(sys.modules["moekit"].__path__[0]).absolute().parent)
-    # -P and del: neither the working folder nor ours may shadow anything (they may hold a folder called `kernels`).
-    code = f"import sys; sys.path.insert(0, {root!r}); import moekit; del sys.path[0]; "
-    code += f"from moekit.launch.{module} import main; main()"
-    return [sys.executable, "-P", "-c", code, *arguments]
 
 
 def main() -> None:
@@ -130,52 +131,9 @@ class _Supervisor:
         codes = [deaths[rank]["exit_code"] if rank in deaths else (0 if code == 0 else None) for rank in range(nproc)]
         failed = first_failure(self.folder, nproc, deaths, clean=code == 0)
         if failed is not None:
-            kind = f": {failed['type']}:" if failed["type"] else ""
-            reason = f"rank {failed['rank']}{kind} {failed['message']}".splitlines()[0]
-            return {"state": "failed", "reason": reason, "exit_codes": codes, "failed_rank": failed["rank"]}
+            return failure(self.folder, nproc, failed) | {"exit_codes": codes}
         if code == 0:
             return {"state": "finished", "exit_codes": codes}
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         reason = report.get("error") or f"the launching process {how}; see logs/supervisor.log"
         return {"state": "failed", "reason": reason, "exit_codes": codes}
-
-
-def first_failure(
-    folder: Path, nproc: int, deaths: dict[int, dict[str, Any]], clean: bool = False
-) -> dict[str, Any] | None:
-    """The error that started it all, out of what ranks wrote and how they died.
-
-    When one rank fails, the collectives of the others fail as well, and the agent ends those that still run. So an
-    error of a rank's own comes before a collective's, and then the earlier before the later; a death by SIGTERM or
-    SIGKILL counts only when the agent had no reason yet to send one. Deaths that count are written to ``errors/``,
-    for those ranks could not do it.
-
-    Args:
-        deaths: per rank that ended badly, its ``exit_code`` (minus the signal) and the ``time`` it was noticed.
-        clean: all ranks exited with 0, so one that left no result left by ``os._exit``.
-    """
-    written = {rank: read_json(folder / "errors" / f"rank_{rank}.json") for rank in range(nproc)}
-    errors = [error for error in written.values() if error is not None]
-    noticed = min((death["time"] for death in deaths.values()), default=0.0)
-    had_reason = any(death["exit_code"] not in (-signal.SIGTERM, -signal.SIGKILL) for death in deaths.values())
-    if clean:
-        lost = [rank for rank in range(nproc) if not (folder / "results" / f"rank_{rank}.pkl").exists()]
-        deaths = {rank: {"exit_code": 0, "time": time.time()} for rank in lost}
-    for rank, death in deaths.items():
-        code = death["exit_code"]
-        late = death["time"] > noticed + STOP_GRACE_S
-        by_agent = (code == -signal.SIGTERM and had_reason) or (code == -signal.SIGKILL and late)
-        if written[rank] is None and not by_agent:
-            error = _death_notice(rank, code, death["time"])
-            write_json(folder / "errors" / f"rank_{rank}.json", error)
-            errors.append(error)
-    return min(errors, key=lambda error: (error["knock_on"], error["time"]), default=None)
-
-
-def _death_notice(rank: int, code: int, when: float) -> dict[str, Any]:
-    message = f"ended with exit code {code} before its function returned"
-    if code < 0:
-        message = f"was killed by signal {-code} ({signal_name(-code)})"
-    if code == -signal.SIGKILL:
-        message += "; if nobody did that, the system did because memory ran out"
-    return {"rank": rank, "type": "", "message": message, "traceback": "", "time": when, "knock_on": False}

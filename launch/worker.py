@@ -12,11 +12,13 @@ import linecache
 import os
 import pickle
 import re
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +28,8 @@ from typing import Any
 import cloudpickle
 
 from ..errors import ConfigError
-from .folder import read_json, write_json
-from .processes import die_with_parent, stamp
+from .folder import HEARTBEAT_S, read_json, write_json
+from .processes import die_with_parent, host_id, stamp
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,21 @@ def here() -> Here:
 
 
 def main() -> None:
-    """Entry of a rank's process: ``<folder> <process id of the agent>``; the rank is in the environment."""
-    folder, agent, rank = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
-    die_with_parent(agent)
+    """Entry of a rank's process: ``<folder> [<process id of the agent>]``; the rank is in the environment.
+
+    Without the second it is one that torchrun started, with no supervisor of ours: then it tells that it lives.
+    """
+    folder, rank = Path(sys.argv[1]).absolute(), int(os.environ["RANK"])
+    die_with_parent(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     _log_to(folder / "logs" / f"rank_{rank}.log")
     faulthandler.enable()
+    # A rank that is ended because others failed leaves behind where it was: that may be what they waited for.
+    stack = (folder / "ranks" / f"rank_{rank}.stack").open("w")
+    faulthandler.register(signal.SIGTERM, stack, all_threads=False, chain=True)
     os.environ["MOEKIT_RUN_FOLDER"] = str(folder)
     _tell(folder, rank, "starting")
+    if len(sys.argv) <= 2:
+        threading.Thread(target=_live, args=(folder, rank), daemon=True).start()
     try:
         value = _call(folder, read_json(folder / "config.json") or {}, rank)
         _store_result(folder / "results" / f"rank_{rank}.pkl", value, rank)
@@ -93,8 +103,19 @@ def _log_to(path: Path) -> None:
 
 
 def _tell(folder: Path, rank: int, phase: str) -> None:
-    said = {"pid": os.getpid(), "stamp": stamp(os.getpid()), "phase": phase}
+    said = {"pid": os.getpid(), "stamp": stamp(os.getpid()), "host": host_id(), "phase": phase, "time": time.time()}
     write_json(folder / "ranks" / f"rank_{rank}.json", said)
+
+
+def _live(folder: Path, rank: int) -> None:
+    """Touches this rank's file; when some rank has failed and this one goes on all the same, ends it."""
+    ends = iter((None, signal.SIGTERM, signal.SIGKILL))  # one round for the collectives to fail by themselves
+    while True:
+        time.sleep(HEARTBEAT_S)
+        with suppress(OSError):  # a file system that is away for a moment, or a folder that was taken away
+            os.utime(folder / "ranks" / f"rank_{rank}.json")
+            if any((folder / "errors").iterdir()) and (end := next(ends)):
+                os.kill(os.getpid(), end)
 
 
 def code_with_file(make: Callable[..., CodeType], parts: tuple, file: str) -> CodeType:
@@ -127,7 +148,13 @@ def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
     sys.path[:] = packed["sys_path"]
     for name, text in packed["sources"].items():  # so that tracebacks, inspect and compilers see a cell's source
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    _join(config)
+    world = config["nproc"] * config["nodes"]
+    if int(os.environ["WORLD_SIZE"]) != world:
+        raise ConfigError(
+            f"torchrun started {os.environ['WORLD_SIZE']} ranks, and the run in {folder} was submitted for {world} "
+            f"(nodes={config['nodes']}, nproc={config['nproc']}); use `bash {folder}/node.sh`, or submit it anew"
+        )
+    join(config["threads"], config["device"], config["timeout"])
     _tell(folder, rank, "running")
     try:
         fn, args, kwargs = pickle.loads(packed["call"])
@@ -139,16 +166,18 @@ def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
     return fn(*args, **kwargs)
 
 
-def _join(config: dict[str, Any]) -> None:
-    """Threads, device, and the process group: gloo on CPU, gloo and NCCL on CUDA."""
+def join(threads: int | None = None, device: str = "auto", timeout: float = 600.0) -> None:
+    """Threads, device, and the process group of a rank that torchrun or the launcher started; see `moekit.submit`.
+
+    Gloo on CPU, gloo and NCCL on CUDA.
+    """
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(config["threads"])
+    torch.set_num_threads(threads or torch.get_num_threads())
     local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     visible = torch.cuda.device_count()
-    wanted = config["device"]
-    if wanted == "cuda" or (wanted == "auto" and visible):
+    if device == "cuda" or (device == "auto" and visible):
         if ranks > visible:
             raise ConfigError(
                 f"nproc={ranks} ranks need one GPU each, and {visible} are visible here; use at most {visible} ranks, "
@@ -161,7 +190,7 @@ def _join(config: dict[str, Any]) -> None:
     os.environ["MOEKIT_RUN_DEVICE"] = device
     dist.init_process_group(
         backend,
-        timeout=timedelta(seconds=config["timeout"]),
+        timeout=timedelta(seconds=timeout),
         device_id=torch.device(device) if device != "cpu" else None,
     )
     # Together once: a rank whose function ended at once would cut off those that still make their connections.

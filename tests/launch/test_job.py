@@ -14,7 +14,7 @@ import pytest
 from moekit.errors import JobError
 from moekit.launch.folder import create, read_json, write_json
 from moekit.launch.job import Job, attach
-from moekit.launch.supervisor import first_failure
+from moekit.launch.outcome import first_failure
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch, device
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"nproc=4 .* 1 are visible.*device='cpu'"):
-        worker._join({"threads": torch.get_num_threads(), "device": device, "timeout": 1})
+        worker.join(device=device, timeout=1)
 
 
 def test_a_result_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
@@ -206,9 +206,11 @@ def test_only_collectives_count_as_knock_on() -> None:
 
 def test_a_missing_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ranks").mkdir()
+    config = {"function": "module.train", "nproc": 1, "nodes": 1, "threads": 1, "device": "cpu", "timeout": 1}
     call = b"cno_such_module\nf\n."
     packed = {"cwd": os.getcwd(), "sys_path": list(sys.path), "sources": {}, "call": call}
     (tmp_path / "call.pkl").write_bytes(pickle.dumps(packed))
-    monkeypatch.setattr(worker, "_join", lambda config: None)
+    monkeypatch.setattr(worker, "join", lambda *settings: None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="cannot import 'no_such_module', which module.train needs"):
-        worker._call(tmp_path, {"function": "module.train"}, 0)
+        worker._call(tmp_path, config, 0)

@@ -1,0 +1,128 @@
+"""How a job went, out of what its ranks left in the run folder: which failure was first, and who held up the others.
+
+A local job's supervisor knows how each rank died. A job on several nodes has no supervisor: there `from_ranks` judges
+by the ranks' own words, by whether their processes live (on this host) or are silent (elsewhere), and by Slurm.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from . import slurm
+from .folder import read_json, write_json
+from .processes import STOP_GRACE_S, host_id, is_alive, signal_name
+
+SILENT_S = 300.0  # a rank of another host that was silent for so long is taken for dead
+
+
+def first_failure(
+    folder: Path, nproc: int, deaths: dict[int, dict[str, Any]], clean: bool = False
+) -> dict[str, Any] | None:
+    """The error that started it all, out of what ranks wrote and how they died.
+
+    When one rank fails, the collectives of the others fail as well, and the agent ends those that still run. So an
+    error of a rank's own comes before a collective's, and then the earlier before the later; a death by SIGTERM or
+    SIGKILL counts only when the agent had no reason yet to send one. Deaths that count are written to ``errors/``,
+    for those ranks could not do it.
+
+    Args:
+        deaths: per rank that ended badly, its ``exit_code`` (minus the signal; None = unknown) and the ``time`` it was
+            noticed.
+        clean: all ranks exited with 0, so one that left no result left by ``os._exit``.
+    """
+    written = {rank: read_json(folder / "errors" / f"rank_{rank}.json") for rank in range(nproc)}
+    errors = [error for error in written.values() if error is not None]
+    noticed = min((death["time"] for death in deaths.values()), default=0.0)
+    had_reason = any(death["exit_code"] not in (-signal.SIGTERM, -signal.SIGKILL) for death in deaths.values())
+    if clean:
+        lost = [rank for rank in range(nproc) if not (folder / "results" / f"rank_{rank}.pkl").exists()]
+        deaths = {rank: {"exit_code": 0, "time": time.time()} for rank in lost}
+    for rank, death in deaths.items():
+        code = death["exit_code"]
+        late = death["time"] >= noticed + STOP_GRACE_S
+        by_agent = (code == -signal.SIGTERM and had_reason) or (code == -signal.SIGKILL and late)
+        if written[rank] is None and not by_agent:
+            error = _death_notice(rank, code, death["time"])
+            write_json(folder / "errors" / f"rank_{rank}.json", error)
+            errors.append(error)
+    return min(errors, key=lambda error: (error["knock_on"], error["time"]), default=None)
+
+
+def _death_notice(rank: int, code: int | None, when: float) -> dict[str, Any]:
+    message = f"ended with exit code {code} before its function returned"
+    if code is None:
+        message = "ended without a word: it was killed (as when memory runs out), or its node went down"
+    elif code < 0:
+        message = f"was killed by signal {-code} ({signal_name(-code)})"
+    if code == -signal.SIGKILL:
+        message += "; if nobody did that, the system did because memory ran out"
+    return {"rank": rank, "type": "", "message": message, "traceback": "", "time": when, "knock_on": False}
+
+
+def failure(folder: Path, world: int, failed: dict[str, Any]) -> dict[str, Any]:
+    """The state of a job that failed by `failed`; when that is a collective's error, with who did not join it."""
+    kind = f": {failed['type']}:" if failed["type"] else ""
+    reason = f"rank {failed['rank']}{kind} {failed['message']}".splitlines()[0]
+    if failed["knock_on"]:
+        held = {rank: _interrupted_at(folder, rank) for rank in range(world)}
+        reason += "".join(f"; rank {rank} was not in it, but at {at}" for rank, at in held.items() if at)
+    return {"state": "failed", "reason": reason, "failed_rank": failed["rank"]}
+
+
+def _interrupted_at(folder: Path, rank: int) -> str:
+    """Where a SIGTERM met a rank that did not wait for the others; empty when there was none, or it waited."""
+    path = folder / "ranks" / f"rank_{rank}.stack"
+    found = re.search(r'File "(.*)", line (\d+) in (.*)', path.read_text() if path.exists() else "")
+    if found is None or "torch/distributed/" in found[1]:
+        return ""
+    return f"{found[1]}:{found[2]} in {found[3]}"
+
+
+def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a job that torchrun runs on several nodes, whose state.json is as it was submitted."""
+    ranks, pids = folder / "ranks", state["pids"]["ranks"]
+    world, now = len(pids), time.time()
+    said = [read_json(ranks / f"rank_{rank}.json") or {} for rank in range(world)]
+    word, over = slurm.status(folder)
+    here = [one for one in said if one and one["host"] == host_id()]
+    state["pids"]["ranks"] = [one.get("pid") for one in said]
+    state["stamps"] = {str(one["pid"]): one["stamp"] for one in here}
+    phases = [one.get("phase", "starting") for one in said]
+    ends: dict[str, Any] = {"failed_rank": None}
+    if all(phase == "returned" for phase in phases):
+        ends |= {"state": "finished", "exit_codes": [0] * world}
+    elif over or (any(said) and not any(_lives(ranks, rank, one) for rank, one in enumerate(said))):
+        deaths: dict[int, dict[str, Any]] = {}
+        for rank, phase in enumerate(phases):
+            if phase != "returned" and said[rank]:
+                stack = ranks / f"rank_{rank}.stack"
+                ended = -signal.SIGTERM if stack.exists() and stack.stat().st_size else None
+                deaths[rank] = {"exit_code": 1 if phase == "failed" else ended, "time": now}
+        failed = first_failure(folder, world, deaths)
+        ends |= {"state": "failed", "reason": "no rank came to run; see logs/supervisor.log"}
+        if failed is not None:
+            ends |= failure(folder, world, failed)
+        if word:
+            ends["reason"] += f" (Slurm job {slurm.job_id(folder)}: {word})"
+            ends["state"] = "stopped" if word == "CANCELLED" else "failed"
+    else:
+        waits = f"waits for Slurm job {slurm.job_id(folder)} ({word or 'no news'})" if slurm.job_id(folder) else ""
+        running = "starting" not in phases
+        return state | {"state": "running" if running else "starting", "reason": "" if any(said) else waits}
+    state |= ends | {"ended": max((one["time"] for one in said if one), default=now)}
+    with suppress(OSError):
+        write_json(folder / "state.json", state)
+    return state
+
+
+def _lives(ranks: Path, rank: int, said: dict[str, Any]) -> bool:
+    if not said or said["phase"] in ("returned", "failed"):
+        return False
+    if said["host"] == host_id():
+        return is_alive(said["pid"], said["stamp"])
+    return time.time() - (ranks / f"rank_{rank}.json").stat().st_mtime < SILENT_S
