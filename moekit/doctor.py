@@ -16,30 +16,19 @@ from datetime import datetime
 from pathlib import Path
 
 from .errors import MoekitError
+from .measure.files import existing
 
 # versions that the tests ran with; tests/test_doctor.py holds them against constraints.txt
 TESTED = {
-    "torch": "2.13.0",
-    "triton": "3.7.1",
-    "transformers": "5.24.0",
-    "tokenizers": "0.23.3",
-    "safetensors": "0.8.0",
-    "datasets": "5.2.0",
-    "numpy": "2.4.6",
-    "pandas": "3.1.1",
-    "cloudpickle": "3.1.3",
-    "plotly": "7.1.0",
-    "ipywidgets": "8.1.9",
-    "anywidget": "0.11.0",
-    "jupyterlab": "4.6.6",
-    "reasoning-gym": "0.1.25",
-}
+    "torch": "2.13.0", "triton": "3.7.1", "transformers": "5.24.0", "tokenizers": "0.23.3", "safetensors": "0.8.0",
+    "datasets": "5.2.0", "numpy": "2.4.6", "pandas": "3.1.1", "cloudpickle": "3.1.3", "plotly": "7.1.0",
+    "ipywidgets": "8.1.9", "anywidget": "0.11.0", "jupyterlab": "4.6.6", "reasoning-gym": "0.1.25",
+}  # fmt: skip
 # what is lost without an optional package
 WITHOUT = {
     "triton": "GPU kernels",
     "plotly": "figures and reports; install moekit[notebooks]",
-    "ipywidgets": "live figures; install moekit[notebooks]",
-    "anywidget": "live figures; install moekit[notebooks]",
+    **dict.fromkeys(("ipywidgets", "anywidget"), "live figures; install moekit[notebooks]"),
     "jupyterlab": "`make lab`; install moekit[notebooks]",
     "reasoning-gym": "the demo's tasks; install moekit[rl]",
 }
@@ -72,20 +61,19 @@ class Report:
 
 
 def report(runs: str | Path = "runs") -> Report:
-    """Look at everything.
+    """Look at everything; print what comes back, or read its `sections`, `warnings`, `missing` and `exit_code`.
 
     Args: `runs`: the folder that holds the run folders of this project.
-    Returns: `Report`; print it, or read `sections`, `warnings`, `missing` and `exit_code`.
     """
     found = Report()
     for title, look in {
         "Versions": _versions,
         "Backends": _backends,
-        "CPU and memory": _cpu,
-        "Allocator and threads": _settings,
+        "CPU and memory": lambda _: _cpu(),
+        "Allocator and threads": lambda _: _settings(),
         "GPUs": _gpus,
         "Storage": lambda r: _storage(r, Path(runs)),
-        "Runs": lambda r: _runs(r, Path(runs)),
+        "Runs": lambda _: _runs(Path(runs)),
     }.items():
         try:
             found.sections[title] = look(found)
@@ -134,11 +122,11 @@ def _versions(found: Report) -> list[tuple[str, str]]:
         rows.append((name, have if same else f"{have} (tested with {tested})"))
         if name in required and not _fits(have, required[name]):
             found.missing.append(f"package {required[name]}: {have} is installed")
-    for folder in ("kernels", "launch"):
-        if not (Path(__file__).parent / folder).is_dir():
-            found.missing.append(
-                f"moekit/{folder} is no folder: this checkout does not support links; install the wheel instead"
-            )
+    found.missing += [
+        f"moekit/{folder} is no folder: this checkout does not support links; install the wheel instead"
+        for folder in ("kernels", "launch")
+        if not (Path(__file__).parent / folder).is_dir()
+    ]
     return rows
 
 
@@ -163,57 +151,42 @@ def _backends(found: Report) -> list[tuple[str, str]]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     rows = [("torch build", build), ("kernels", f"backend {ops.backend()!r}, as follows on cpu, float32")]
     rows += [(f"  {name}", why) for name, why in ops.explain("cpu", torch.float32).items()]
-    comms = dist.is_available()
-    rows.append(("gloo", "yes: processes on CPU" if comms and dist.is_gloo_available() else "no"))
-    if not (comms and dist.is_gloo_available()):
+    gloo, nccl = (dist.is_available() and here() for here in (dist.is_gloo_available, dist.is_nccl_available))
+    if not gloo:
         found.missing.append("torch.distributed with gloo: this build of torch has none")
-    nccl = comms and dist.is_nccl_available()
-    rows.append(("nccl", "yes: processes on GPUs" if nccl else "no: this build of torch has none; GPUs need it"))
-    return rows
+    rows.append(("gloo", "yes: processes on CPU" if gloo else "no"))
+    return [*rows, ("nccl", "yes: processes on GPUs" if nccl else "no: this build of torch has none; GPUs need it")]
 
 
-def _cpu(found: Report) -> list[tuple[str, str]]:
+def _cpu() -> list[tuple[str, str]]:
     import psutil
 
     from .launch.host import cpu_count
+    from .measure.machine import processor
 
-    model, flags = platform.processor() or platform.machine(), set()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        text = info.read_text()
-        names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        model = names[0] if names else model
-        flags = set(" ".join(re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)).split())
-    cores = f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical, {cpu_count()} usable here"
+    flags = set(processor("(?:flags|Features)").split())
     known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
     fast = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in flags]
-    memory = psutil.virtual_memory()
+    slow = "no instructions for it: float32 is usually faster here"
+    memory, limit = psutil.virtual_memory(), Path("/sys/fs/cgroup/memory.max")
     total = f"{size(memory.total)} total, {size(memory.available)} free"
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        limit = "max"
-    if limit != "max":
-        total += f", limited to {size(int(limit))} by the container"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        total += f", limited to {size(int(most))} by the container"
     return [
-        ("model", model),
-        ("cores", cores),
+        ("model", processor()),
+        ("cores", f"{psutil.cpu_count(False)} physical, {os.cpu_count()} logical, {cpu_count()} usable here"),
         ("instructions", ", ".join(n for n in known if n in flags) or "unknown"),
-        (
-            "bfloat16",
-            f"in hardware ({', '.join(fast)})" if fast else "no instructions for it: float32 is usually faster here",
-        ),
+        ("bfloat16", f"in hardware ({', '.join(fast)})" if fast else slow),
         ("memory", total),
     ]
 
 
-def _settings(found: Report) -> list[tuple[str, str]]:
-    rows = []
-    if torch := sys.modules.get("torch"):
-        rows.append(("torch threads", str(torch.get_num_threads())))
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_CONF")
-    names += ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
-    rows += [(name, os.environ[name]) for name in names if name in os.environ]
+def _settings() -> list[tuple[str, str]]:
+    from .measure.machine import SWITCHES
+
+    torch = sys.modules.get("torch")
+    rows = [("torch threads", str(torch.get_num_threads()))] if torch else []
+    rows += [(name, os.environ[name]) for name in SWITCHES if name in os.environ]
     if not any(n in os.environ for n in ("MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")):
         rows.append(("malloc", "default thresholds; large CPU steps then spend time on page faults"))
     return rows
@@ -245,8 +218,7 @@ def _gpus(found: Report) -> list[tuple[str, str]]:
 
 
 def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:
-    rows = []
-    shm = Path("/dev/shm")
+    rows, shm = [], Path("/dev/shm")
     if shm.is_dir():
         free = shutil.disk_usage(shm)
         rows.append(("/dev/shm", f"{size(free.total)}, {size(free.free)} free"))
@@ -255,9 +227,7 @@ def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:
                 f"/dev/shm holds only {size(free.total)}; processes that share memory want {size(SHM_WANTED)} "
                 "(in Docker: --shm-size=1g or --ipc=host)"
             )
-    place = runs.absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing(runs)
     disk = shutil.disk_usage(place)
     rows.append(("disk for runs", f"{size(disk.free)} free of {size(disk.total)} at {place}"))
     if disk.free < DISK_WANTED:
@@ -267,7 +237,7 @@ def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def _runs(found: Report, runs: Path) -> list[tuple[str, str]]:
+def _runs(runs: Path) -> list[tuple[str, str]]:
     from .launch.folder import read_state
 
     folders = [p for p in runs.iterdir() if p.is_dir()] if runs.is_dir() else []

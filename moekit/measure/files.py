@@ -13,6 +13,12 @@ from ..errors import StorageError
 PARTIAL = ".partial"
 
 
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    path = path.absolute()
+    return path if path.exists() else next(p for p in path.parents if p.exists())
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn an OSError inside into a `StorageError` that names `path` and the remedy."""

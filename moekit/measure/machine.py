@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
 SWITCHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "LD_PRELOAD",
-            "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-            "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
+            "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_CONF",
+            "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES")  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
@@ -24,12 +23,13 @@ def environment() -> dict[str, Any]:
     GPUs are named only where this process uses CUDA already: a notebook's own process must not start it.
     """
     import psutil
+    import torch
 
     installed = {d.name: d.version for p in PACKAGES for d in Distribution.discover(name=p)}
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     hardware: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "logical processors": os.cpu_count(),
         "usable by this process": affinity,
         "memory bytes": psutil.virtual_memory().total,
@@ -54,22 +54,18 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"
+def processor(field: str = "model name") -> str:
+    """What the system says of its first processor, by default its name."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(rf"^{field}\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else (platform.processor() or platform.machine() or "unknown")
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Commit, and whether files differ from it; None outside of a repository or without git."""
     try:
-        run = lambda *args: subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
+        how: dict[str, Any] = {"cwd": folder, "text": True, "timeout": 5, "stderr": subprocess.DEVNULL}
+        run = lambda *args: subprocess.check_output(["git", *args], **how).strip()
         return {"commit": run("rev-parse", "HEAD"), "changed": bool(run("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
         return None
