@@ -3,9 +3,11 @@
 Imported by spawned processes, so it is a module beside the tests and not a test itself.
 """
 
+import contextlib
 import pickle
 import sys
 import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,29 +15,38 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from layouts import MODEL, ROUTER, batch, model
-
-from moekit.config import LearnerConfig
+from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
 from moekit.errors import DataError
 from moekit.learner.mesh import Mesh
-from moekit.learner.pipeline import Pipeline
+from moekit.learner.pipeline import Pipeline, Stage
 from moekit.learner.stages import part_of, stages_of
 from moekit.model.transformer import Transformer
 from moekit.objectives.balance import RouterLoss, scope_count
 from moekit.ops import GradSlot
 
+MODEL = ModelConfig(
+    vocab=31, width=16, layers=4, heads=4, kv_heads=2, experts=5, top_k=1, expert_width=12, dense_layers=(1,),
+    dense_width=20, shared_width=8, gate="softmax", qk_norm="head", selection_bias=True, init_std=0.3,
+)  # fmt: skip
 DEEP = replace(MODEL, layers=9, dense_layers=(1, 4), init_std=0.2)
 TIED = replace(MODEL, tied_head=True)
+ROUTER = RouterLossConfig(balance=0.05, z=0.01)
 LENGTH = 12
+ROWS = [(7, 3), (12,), (2, 2, 2), (5,), (1, 10), (4, 4, 4), (11,)]  # documents of a row
 
 
 def packed(seed: int, rows: list[int]) -> Batch:
-    """Some of the layout fixture's rows: several documents each, padding, rows without a label."""
-    whole = batch(seed)
-    return Batch.make(whole.input_ids[rows], segment=whole.segment[rows], labels=whole.labels[rows])
+    """Some of `ROWS`: several documents each, padding; rows 2, 3 and 6 have no label, the others some."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, MODEL.vocab, (len(rows), LENGTH), generator=g)
+    segment = torch.full_like(ids, -1)
+    for at, row in enumerate(rows):
+        documents = torch.arange(len(ROWS[row])).repeat_interleave(torch.tensor(ROWS[row]))
+        segment[at, : len(documents)] = documents
+    labels = Batch.make(ids, segment=segment).labels.masked_fill(torch.rand(ids.shape, generator=g) < 0.4, -100)
+    labels[[row in (2, 3, 6) for row in rows]] = -100
+    return Batch.make(ids, segment=segment, labels=labels)
 
 
 def shared(seed: int) -> Batch:
@@ -49,17 +60,15 @@ def step(n: int, place: int) -> list[Batch]:
     """n microbatches of dp rank `place`: different sizes, one of nothing, one without a label, an uneven last one."""
     kinds = [
         packed(place, [0, 1, 2]), shared(10 + place), packed(place, [2, 3, 6]), packed(place, [0]).empty(),
-        packed(place, [6]), packed(place, [4, 5]), packed(place, [7]),
+        packed(place, [6]), packed(place, [4, 5]), packed(place, [3]),
     ]  # fmt: skip
     return kinds[:n] if n > 1 else kinds[1:2]
 
 
 def make(shape, part=None) -> Transformer:
-    """The layout fixture's model in float64, or a part of it."""
-    if part is None:
-        return model(torch.float64, shape)
+    """A model in float64, or a part of it: expert 0 gets more than half of the rows of a layer, the last none."""
     held = Transformer(shape, dtype=torch.float64, seed=1, part=part)
-    for block in held.layers:
+    for block in held.blocks.values():
         if block.routes:
             block.moe.router.selection_bias.copy_(torch.tensor([0.8, 0.0, 0.0, 0.0, -10.0]))
     return held
@@ -163,7 +172,8 @@ def run_step(config, mesh, held, total, pipeline, n, elide="padding", router=ROU
     mesh.wire.reset()
     for slot in total.values():
         slot.zero_()
-    losses = pipeline.run(flats, fn)
+    with counted_buffers() as peak:
+        losses = pipeline.run(flats, fn)
     gradient = {name: g.clone() for name, g in total.items()}
     sent, rows = mesh.wire.sent["pipeline"], watcher.rows.copy()
     mesh.wire.reset()
@@ -173,8 +183,23 @@ def run_step(config, mesh, held, total, pipeline, n, elide="padding", router=ROU
         "sent again": mesh.wire.sent["pipeline"], "moved": any(not total[k].equal(gradient[k]) for k in total),
         "balance": float(sum(loss_of.values["balance"])) / 2,  # the forward-only pass counted once more
         "place": (mesh.pp.rank, mesh.dp.rank), "longest": max(f.positions for f in flats),
-        "kept": sum(t.nbytes for stage in stages(pipeline) for t in buffers(stage)),
+        "peak": max(peak, default=0), "kept": sum(t.nbytes for stage in stages(pipeline) for t in buffers(stage)),
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted_buffers():
+    """After every receive, how many of the buffers that the stages made are alive."""
+    fill, made, alive = Stage._fill, [], []
+
+    def counted(self, infos):
+        fill(self, infos)
+        made.extend(weakref.ref(i.buffer) for i in infos if not i.is_root_arg)
+        alive.append(sum(r() is not None for r in made))
+
+    Stage._fill = counted
+    yield alive
+    Stage._fill = fill
 
 
 def stages(pipeline):

@@ -103,6 +103,12 @@ def test_bytes_on_the_wire(worlds, size, name, at):
         assert rank["sent"] == one * (forward + backward) and rank["sent again"] == one * forward
 
 
+def test_buffers_live_from_receive_to_use(worlds):
+    """7 microbatches, 2 stages: a rank of 1f1b has one microbatch to use and one to receive, never 7."""
+    assert all(rank["1f1b"][0]["peak"] <= 2 for rank in worlds[2])
+    assert all(rank["1f1b, 4 stages"][0]["peak"] <= 8 < 2 * 7 for rank in worlds[4])
+
+
 def test_an_error_of_a_stage_comes_out_as_it_is(worlds):
     """Not wrapped in one of torch's."""
     assert worlds[2][0]["refused"] == "a bad row"
