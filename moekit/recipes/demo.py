@@ -25,7 +25,7 @@ from ..data import tasks
 from ..data.batch import Batch
 from ..data.chat import load_tokenizer
 from ..data.dataset import build
-from ..data.source import load_examples
+from ..data.source import CHATS, load_examples
 from ..data.stream import RowStream
 from ..data.tokenizer import train_tokenizer
 from ..errors import CheckpointError, RunExistsError
@@ -46,7 +46,6 @@ from .setup import EXPORT
 from .sft import train
 
 MARK = "demo.json"  # what only a demo leaves: the folder may be made anew
-CHATS = Path(__file__).parents[1] / "data" / "chats.jsonl"
 STEPS = 500  # about 70 s on two cores
 HELD_OUT = 50  # questions of each task
 TASKS: dict[str, dict[str, Any]] = {  # name -> how many to train on, and the task's own settings
@@ -68,8 +67,8 @@ def demo(out: str | Path = "runs/demo", *, nproc: int = 2, steps: int | None = N
         RunExistsError: the folder holds something that no demo made, or a demo that is still going.
         JobError: the training failed.
     """
-    need("plotly.graph_objects", "the demo's report")  # said now, not after the training
-    need("matplotlib", "the demo's report")
+    for module in ("plotly.graph_objects", "matplotlib"):
+        need(module, "the demo's report")  # said now, not after the training
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices of this size are faster so, and far faster on a busy machine
     try:
@@ -109,7 +108,7 @@ def _demo(folder: Path, nproc: int, steps: int) -> dict[str, Any]:
     say("4/6 held-out questions, and Transformers on the export")
     model = load(folder / EXPORT)
     after = evaluate(model, tokenizer, held_out, max_new_tokens=24)
-    difference = check_transformers(folder / EXPORT, model, tokenizer, [held_out[0]["messages"][:1]])
+    difference = check_transformers(folder / EXPORT, model, tokenizer, held_out[0]["messages"][:1])
     say("5/6 one batch under every denominator")
     write_atomic(folder / READINGS, json.dumps(denominators(model, config, tokenizer)).encode())
     say("6/6 the report")
@@ -125,12 +124,10 @@ def _make_room(folder: Path) -> None:
     """Remove an earlier demo, and nothing else."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARK).exists():
-            raise RunExistsError(
-                f"{folder} exists and no demo made it; nothing was touched, give another place with --out"
-            )
+            raise RunExistsError(f"{folder} exists and no demo made it; nothing was touched, give another --out")
         if (folder / "state.json").exists() and not attach(folder).done:
             raise RunExistsError(
-                f"a demo is still going in {folder}; wait, or stop it: moekit.attach({str(folder)!r}).stop()"
+                f"a demo is still going in {folder}; wait, or moekit.attach({str(folder)!r}).stop() it"
             )
         shutil.rmtree(folder)
     write_atomic(folder / MARK, b"{}\n")
@@ -139,12 +136,10 @@ def _make_room(folder: Path) -> None:
 def _make_data(folder: Path) -> list[dict[str, Any]]:
     """data/train.jsonl, data/held_out.jsonl and tokenizer/; returns the held-out items."""
     chats = [{"messages": e.messages} for e in load_examples(CHATS)]
-    learned, held_out = [], []
+    held_out = []
     for name, settings in TASKS.items():
-        size, settings = settings["size"], {k: v for k, v in settings.items() if k != "size"}
-        learned += tasks.make_task(name, "train", size, **settings)
-        held_out += tasks.make_task(name, "heldout", HELD_OUT, seed=1, **settings)
-    chats += [{"messages": item["messages"]} for item in learned]
+        chats += [{"messages": item["messages"]} for item in tasks.make_task(name, "train", **settings)]
+        held_out += tasks.make_task(name, "heldout", **{**settings, "size": HELD_OUT, "seed": 1})
     for name, items in {"train": chats, "held_out": held_out}.items():
         lines = [json.dumps(item, default=str) for item in items]
         write_atomic(folder / "data" / f"{name}.jsonl", "\n".join([*lines, ""]).encode())
@@ -155,24 +150,17 @@ def _make_data(folder: Path) -> list[dict[str, Any]]:
 
 
 def _config(folder: Path, steps: int) -> SFTConfig:
+    learner = LearnerConfig(lr=3e-3, schedule="cosine", total_steps=steps, warmup_steps=20, min_lr_ratio=0.05,
+                            weight_decay=0.01, router=RouterLossConfig(balance=0.01))  # fmt: skip
     return SFTConfig(
-        model=str(folder / "initial"),
-        data=str(folder / "data" / "train.jsonl"),
-        steps=steps,
-        batch_rows=16,
-        microbatch_rows=8,
-        learner=LearnerConfig(
-            lr=3e-3, schedule="cosine", total_steps=steps, warmup_steps=20, min_lr_ratio=0.05, weight_decay=0.01,
-            router=RouterLossConfig(balance=0.01),
-        ),
-        rows=DataConfig(length=256),
-        save_every=max(1, steps // 2),
+        model=str(folder / "initial"), data=str(folder / "data" / "train.jsonl"), rows=DataConfig(length=256),
+        steps=steps, batch_rows=16, microbatch_rows=8, learner=learner, save_every=max(1, steps // 2),
     )  # fmt: skip
 
 
 @torch.no_grad()
-def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chats: list[Any]) -> float:
-    """Load `folder` with Transformers and compare logits; returns the largest relative difference.
+def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chat: list[dict[str, Any]]) -> float:
+    """Load `folder` with Transformers and compare logits on a chat; returns the largest relative difference.
 
     Raises CheckpointError: it differs by more than 1e-4.
     """
@@ -181,14 +169,12 @@ def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chats: 
 
     logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-    worst = 0.0
-    for chat in chats:
-        ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
-        ours, want = logits(model, Batch.make(ids)), theirs(ids).logits
-        worst = max(worst, float((ours - want).abs().max() / want.abs().max()))
-    if not worst <= 1e-4:
-        raise CheckpointError(f"Transformers' logits of {folder} differ from ours by {worst:.1e} of the largest one")
-    return worst
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
+    ours, want = logits(model, Batch.make(ids)), theirs(ids).logits
+    difference = float((ours - want).abs().max() / want.abs().max())
+    if not difference <= 1e-4:
+        raise CheckpointError(f"Transformers' logits of {folder} differ from ours by {difference:.1e} of the largest")
+    return difference
 
 
 def denominators(model: Transformer, config: SFTConfig, tokenizer: Any, rows: int = 4) -> dict[str, dict[str, Any]]:

@@ -69,10 +69,10 @@ def follow(job: Job, steps: int) -> None:
     """Wait for the end of a job, with one line that says how far it is."""
     known = len(job.metrics())  # of the run before, where this one goes on
     print(f"run folder {job.folder}, {job.nproc} process{'es' if job.nproc > 1 else ''} starting", flush=True)
-    while not job.done and len(job.metrics()) == known:
+    while len(job.metrics()) == known:
+        if job.done and len(job.metrics()) == known:
+            return
         job.wait(LOOK_S)
-    if len(job.metrics()) == known:
-        return
     with Progress(steps, "step") as progress:  # counted from here, so that the time left is that of the steps
         while True:
             over = job.done  # before reading, so that the last record is not missed
@@ -108,8 +108,6 @@ def table(values: Mapping[str, Any]) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 10_000 else (
-        f"{value:,.0f}" if isinstance(value, float) else str(value)
-    )  # fmt: skip
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
