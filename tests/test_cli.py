@@ -200,7 +200,7 @@ def test_version_and_help(capsys):
 
 def test_every_option_has_help_and_every_default_is_told():
     commands = next(a for a in parser()._actions if a.dest == "command").choices
-    assert set(commands) == {"sft", "generate", "evaluate", "report", "doctor", "demo"}
+    assert set(commands) == {"sft", "generate", "evaluate", "report", "doctor", "layouts", "demo"}
     for name, command in commands.items():
         assert all(a.help for a in command._actions), name
         text = " ".join(command.format_help().split())

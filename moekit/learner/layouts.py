@@ -12,6 +12,8 @@ from ..config import LearnerConfig, ModelConfig
 from ..errors import ConfigError
 from ..measure.plan import Held, Microbatch, activation_bytes, storage_bytes, wire_bytes
 from ..model.transformer import Transformer
+from .gradients import is_expert
+from .pipeline import chunks
 from .stages import part_of, stages_of
 
 
@@ -42,7 +44,7 @@ def held(shape: ModelConfig, config: LearnerConfig, pp_rank: int = 0, ep_rank: i
     """The parameters that one rank of a layout holds, by name and shape; nothing is allocated."""
     model = Transformer(shape, device="meta", seed=None, part=part_of(config, shape, pp_rank, ep_rank))
     twice = shape.tied_head and config.pp > 1 and config.pipeline != "zbv"
-    return [Held(name, tuple(p.shape), p.ndim == 3, twice and name == "embed.weight")
+    return [Held(name, tuple(p.shape), is_expert(name), twice and name == "embed.weight")
             for name, p in model.named_parameters()]  # fmt: skip
 
 
@@ -52,9 +54,9 @@ def in_flight(config: LearnerConfig, pp_rank: int, microbatches: int) -> int:
     1f1b: those that left before the first comes back, pp - rank. interleaved: the warm-up of torch's schedule,
     (stages - 1) pp + 2 (pp - 1 - rank), and the one that runs. zbv: at most 2 pp.
     """
-    chunks, behind = config.stages_per_rank, config.pp - 1 - pp_rank
-    most = {"1f1b": behind + 1, "zbv": 2 * config.pp, "interleaved": (chunks - 1) * config.pp + 2 * behind + 1}
-    return 1 if config.pp == 1 else min(most[config.pipeline], chunks * microbatches)
+    stages, behind = config.stages_per_rank, config.pp - 1 - pp_rank
+    most = {"1f1b": behind + 1, "zbv": 2 * config.pp, "interleaved": (stages - 1) * config.pp + 2 * behind + 1}
+    return 1 if config.pp == 1 else min(most[config.pipeline], stages * microbatches)
 
 
 def plan_rank(
@@ -81,7 +83,7 @@ def plan_rank(
     total = config.pp * len(runs)
     sends = sum(0 <= n < total and n not in stages for s in stages for n in (s - 1, s + 1))
     wire = wire_bytes(
-        mine, shape, config, work, dtype, dp, microbatches=microbatches, boundaries=sends,
+        mine, shape, config, work, dtype, dp, microbatches=microbatches, transfers=chunks(config, microbatches) * sends,
         layers=[i for start, stop in runs for i in range(start, stop)],
     )  # fmt: skip
     return {"memory": memory | {"total": sum(memory.values())}, "wire": wire}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -20,6 +20,7 @@ from ..config import Elide, LearnerConfig, ModelConfig
 from ..data.batch import Flat
 
 ALIGN = 64  # elements: spans of a bucket, and shards of it, start at multiples of this
+LARGEST = {"step": 1 << 25, "microbatch": 1 << 22}  # elements after which a bucket takes no further parameter
 CHUNK_BYTES = 64 * 2**20  # of logits: more than this is computed again in the backward, not kept
 SHORT = 512  # positions: CPU attention in bfloat16 keeps the probabilities of documents up to this long
 PAD = 16  # rows: CPU experts in bfloat16 run multiples of this
@@ -67,36 +68,72 @@ def _wide(dtype: torch.dtype) -> int:
     return max(4, dtype.itemsize)
 
 
-def buckets(held: Iterable[Held], dp: int, ep: int) -> list[tuple[int, int, bool]]:
-    """A rank's flat buckets, one for each of (expert?, decayed?, tied?): elements with padding, ranks, tied."""
-    sizes: Counter[tuple[bool, bool, bool]] = Counter()
-    for h in held:
-        sizes[h.expert, len(h.shape) >= 2, h.tied] += -(-prod(h.shape) // ALIGN) * ALIGN
-    ranks = {True: dp // ep, False: dp}
-    return [(-(-n // (ALIGN * ranks[e])) * ALIGN * ranks[e], ranks[e], tied) for (e, _, tied), n in sizes.items()]
+@dataclass
+class Bucket:
+    """A flat bucket of a rank, as `moekit.learner.gradients` fills it."""
+
+    ranks: int  # that share it, each with an equal part
+    tied: bool
+    names: list[str] = field(default_factory=list)
+    taken: int = 0  # elements of parameters
+    spans: int = 0  # with the gaps between them
+
+    @property
+    def elements(self) -> int:
+        """With all padding."""
+        return -(-self.spans // (ALIGN * self.ranks)) * ALIGN * self.ranks
+
+
+def buckets(held: Iterable[Held], config: LearnerConfig, dp: int) -> list[Bucket]:
+    """A rank's buckets in the order in which a backward completes them: one family's parameters, last ones first."""
+    done: list[Bucket] = []
+    going: dict[tuple[bool, bool, bool], Bucket] = {}
+    for h in reversed(list(held)):
+        family = h.expert, len(h.shape) >= 2, h.tied
+        bucket = going.setdefault(family, Bucket(dp // config.ep if h.expert else dp, h.tied))
+        bucket.names.append(h.name)
+        bucket.taken += prod(h.shape)
+        bucket.spans += -(-prod(h.shape) // ALIGN) * ALIGN
+        if bucket.taken >= LARGEST[config.reduce]:
+            done.append(going.pop(family))
+    order = {h.name: i for i, h in enumerate(reversed(list(held)))}
+    return sorted([*done, *going.values()], key=lambda b: order[b.names[-1]])
 
 
 def storage_bytes(held: Iterable[Held], config: LearnerConfig, dtype: torch.dtype, dp: int) -> dict[str, int]:
     """Bytes of a rank's buckets: with n elements, g ranks, b bytes an element and w = max(4, b),
 
-    parameters n b, gradients n w (n/g w with reduce="microbatch"), masters n/g w (none where b = w), moments 2 n/g w;
-    with zero=0 masters and moments are not divided by g.
+    parameters n b, masters n/g w (none where b = w), moments 2 n/g w, gradients n w; with zero=0 masters and moments
+    are not divided by g; with zero=2 and g > 1 the reduced gradients, n/g w, stand beside the full ones, or with
+    reduce="microbatch" in their place.
 
     Returns:
-        These, their total, and gradients_peak: the most that gradients take during a step, which with
-        reduce="microbatch" is the full buckets beside the shards.
+        These, their total, and gradients_peak: the most that gradients take during a step. That is more than
+        gradients with reduce="microbatch" only: full buckets wait there until the backward has completed them.
     """
+    held = list(held)
     b, w = dtype.itemsize, _wide(dtype)
     out = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
-    peak = 0
-    for n, ranks, _ in buckets(held, dp, config.ep):
-        own = n // ranks if config.zero else n
-        sharded = config.reduce == "microbatch"
+    waiting = buckets(held, config, dp)
+    for bucket in waiting:
+        n = bucket.elements
+        own = n // bucket.ranks if config.zero else n
+        apart = own if config.zero == 2 and bucket.ranks > 1 else 0
         out["parameters"] += n * b
-        out["gradients"] += (own if sharded else n) * w
+        out["gradients"] += (own if config.reduce == "microbatch" else n + apart) * w
         out["masters"] += own * w if b < w else 0
         out["moments"] += 2 * own * w
-        peak += (n + own if sharded else n) * w
+    peak = out["gradients"]
+    if config.reduce == "microbatch":
+        home = {name: bucket for bucket in waiting for name in bucket.names}
+        seen, opened, most = set[str](), list[Bucket](), 0
+        for h in reversed(held):
+            seen.add(h.name)
+            opened += [home[h.name]] if home[h.name] not in opened else []
+            most = max(most, sum(x.elements for x in opened))
+            while waiting and seen.issuperset(waiting[0].names):
+                opened.remove(waiting.pop(0))
+        peak += most * w
     return out | {"total": sum(out.values()), "gradients_peak": peak}
 
 
@@ -189,7 +226,7 @@ def activation_bytes(
 
 def wire_bytes(
     held: Iterable[Held], shape: ModelConfig, config: LearnerConfig, work: Microbatch, dtype: torch.dtype, dp: int, *,
-    microbatches: int, layers: Iterable[int], boundaries: int = 0,
+    microbatches: int, layers: Iterable[int], transfers: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes that one rank sends in one training step, by kind, with balanced routing and equal microbatches.
 
@@ -199,22 +236,22 @@ def wire_bytes(
                     and n w for a tied embedding's other copy
         parameters  (g-1)/g n b with zero > 0
         rows        (ep-1)/ep K P D b out and as much back, forward and backward, and again with recompute
-        pipeline    N D b for every boundary
+        pipeline    N D b for every transfer
 
     Args:
         microbatches: of a step, on this rank.
         layers: those that the rank holds.
-        boundaries: transfers of one microbatch to another pipeline rank, forward and backward.
+        transfers: microbatches that the schedule sends to other ranks, forward and backward, idle ones too.
     """
     b, w = dtype.itemsize, _wide(dtype)
     out = dict.fromkeys(("gradients", "parameters", "rows", "pipeline"), 0.0)
-    for n, ranks, tied in buckets(held, dp, config.ep):
-        share = (ranks - 1) / ranks * n
+    for bucket in buckets(held, config, dp):
+        share = (bucket.ranks - 1) / bucket.ranks * bucket.elements
         times = 2 if config.zero < 2 else microbatches if config.reduce == "microbatch" else 1
-        out["gradients"] += times * share * w + (n * w if tied else 0)
+        out["gradients"] += times * share * w + (bucket.elements * w if bucket.tied else 0)
         out["parameters"] += share * b if config.zero else 0
     passes = microbatches * (4 if config.recompute == "none" else 6)
     rows = sum(work.routed(config.elide, i == shape.layers - 1) for i in layers if i not in shape.dense_layers)
     out["rows"] = passes * (config.ep - 1) / config.ep * rows * shape.top_k * shape.width * b
-    out["pipeline"] = float(microbatches * boundaries * work.positions * shape.width * b)
+    out["pipeline"] = float(transfers * work.positions * shape.width * b)
     return out | {"total": sum(out.values())}
