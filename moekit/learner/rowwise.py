@@ -1,0 +1,134 @@
+"""Dispatch without a host read: every rank computes where all rows go, and writes into buffers of fixed size.
+
+All ranks gather the counts [W, E] on the device and take the same decision: at each destination, rows stand in the
+order local expert, source rank, row, and what lies past the buffer is dropped. From router to combine no value reaches
+the host and no shape depends on data, outside `ops.expert_ffn`. Whether anything was dropped is known on the device
+(`need` > 1); the learner reads that once a step and redoes it.
+
+Axis letters: W ranks that share the experts, P positions whose expert rows run, K choices of a position, S = P * K
+choices, R rows of a rank's buffer, E experts, e experts held by a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..errors import ConfigError
+from .dispatch import ExpertParallel, inverse
+from .mesh import World
+from .transport import TRANSPORTS, Buffered, Padded
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where rows stand at every destination, before anything is dropped: [W destination, e local expert, W source]."""
+
+    start: Tensor
+    end: Tensor
+
+    @property
+    def requested_W(self) -> Tensor:
+        """Rows that want to come to each rank."""
+        return self.end[:, -1, -1]
+
+
+def bounds(count_WE: Tensor) -> Bounds:
+    """Lay out every rank's buffer from the rows that each source has for each expert.
+
+    >>> b = bounds(torch.tensor([[1, 2], [3, 4]]))      # one expert a rank: 1 + 3 rows to rank 0, 2 + 4 to rank 1
+    >>> b.start.tolist(), b.requested_W.tolist()
+    ([[[0, 1]], [[0, 2]]], [4, 6])
+    """
+    ranks, experts = count_WE.shape
+    held = experts // ranks
+    count_WeW = count_WE.view(ranks, ranks, held).permute(1, 2, 0)
+    end = count_WeW.reshape(ranks, -1).cumsum(1).view(ranks, held, ranks)
+    return Bounds(end - count_WeW, end)
+
+
+class RowwiseDispatcher(ExpertParallel):
+    """Sync-free dispatch into a buffer of ceil(capacity * K * sum(P) / W) rows on every rank.
+
+    Rows past the buffer are masked: they run nowhere, add zero to y, and have zero gradient, their gate too. Without
+    such rows the result has the bits of `SyncDispatcher`.
+
+    Args:
+        transport: "shared_memory", "padded" or "symmetric".
+        capacity: the buffer as a multiple of the balanced share; may be set to another value between calls, on all
+            ranks alike.
+
+    Raises:
+        ConfigError, BackendError: a transport that cannot work here. Collective: all ranks make it together.
+    """
+
+    def __init__(self, ep: World, experts: int, transport: str, capacity: float):
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}")
+        super().__init__(ep, experts, TRANSPORTS[transport](ep), f"rowwise, {transport}")
+        self.capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget `need` and `used`."""
+        self._use: Tensor | None = None
+
+    @property
+    def need(self) -> Tensor:
+        """Rows that wanted to come to the fullest rank / rows of its buffer: largest since `reset`; above 1 = dropped.
+
+        A float64 scalar on the device, equal on all ranks of `ep`.
+        """
+        return torch.zeros((), dtype=torch.float64) if self._use is None else self._use
+
+    @property
+    def used(self) -> Tensor:
+        """Rows kept there / rows of its buffer, likewise."""
+        return self.need.clamp(max=1)
+
+    def plan(self, expert_PK: Tensor, sizes: tuple[int, ...]) -> Buffered:
+        """The keep decision, and a place for every choice of this rank's positions."""
+        ranks, rank, (P, K) = self.ep.size, self.ep.rank, expert_PK.shape
+        if len(sizes) != ranks or sizes[rank] != P:
+            raise ConfigError(f"rowwise dispatch must know P of all {ranks} ranks: sizes={sizes}, rank {rank} has {P}")
+        room = max(1, math.ceil(self.capacity * K * sum(sizes) / ranks))
+        held = self.experts // ranks
+        rows = ops.sort_rows(expert_PK, self.experts)
+        gathered = rows.count_E.new_empty(ranks * self.experts)
+        count_WE = self.ep.all_gather(gathered, rows.count_E, "metadata").view(ranks, self.experts)
+        b = bounds(count_WE)
+        use = b.requested_W.max().double() / room
+        self._use = use if self._use is None else torch.maximum(self._use, use)
+
+        expert_S, position_S = expert_PK.reshape(-1), inverse(rows.slot_R)
+        first_E, home_S = rows.offset_E - rows.count_E, expert_S // held
+        row_S = b.start[:, :, rank].reshape(-1)[expert_S] + position_S - first_E[expert_S]
+        kept_S = row_S < room
+        start, end = (t[rank].clamp(max=room) for t in (b.start, b.end))  # of this rank's buffer, after dropping
+        plan = Buffered(
+            index_KP=expert_PK,
+            offset_E=end[:, -1].contiguous(),
+            dropped_P=(~kept_S).view(P, K).sum(1),
+            room=room,
+            block=max(1, min(room, K * max(sizes))),
+            sent=(kept_S & (home_S != rank)).sum(),
+            served=(end - start).sum() - (end - start)[:, rank].sum(),
+        )
+        if isinstance(self.transport, Padded):
+            nowhere = ranks * plan.block
+            lane_S = position_S - first_E[::held][home_S]  # this rank's rows for one destination, counted from 0
+            index_S = torch.where(kept_S, home_S * plan.block + lane_S, nowhere)
+            at_R = torch.arange(room, device=expert_S.device)
+            bucket_R = torch.searchsorted(end.reshape(-1), at_R, right=True).clamp(max=held * ranks - 1)
+            count_eW = b.end[rank] - b.start[rank]
+            before_eW = count_eW.cumsum(0) - count_eW  # rows from the same source for earlier experts
+            lane_R = at_R + (before_eW - start).reshape(-1)[bucket_R]
+            plan.at_R = torch.where(at_R < end[-1, -1], bucket_R % ranks * plan.block + lane_R, nowhere)
+        else:
+            index_S = torch.where(kept_S, home_S * (room + 1) + row_S, rank * (room + 1) + room)
+        plan.index_KP = index_S.view(P, K).t().contiguous()
+        return plan
