@@ -164,12 +164,9 @@ class Stage(PipelineStage):
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple, mb_index: int) -> None:
-        """Gradients from the stage after, on this rank; none = zeros, as over the wire."""
-        if not self.has_backward:
-            return
-        if next_stage_bwd_outputs == (None,):
-            self._fill(self.grad_recv_info[mb_index])  # torch zeroes it
-        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+        """Gradients from the stage after, on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class Pipeline:
