@@ -1,11 +1,13 @@
-"""Write and read a checkpoint folder: safetensors for the tensors, one JSON manifest, no pickle.
+"""The folder of a checkpoint: how it appears at once or not at all, its manifest, and which of several is the newest.
 
 A checkpoint is written into a temporary sibling folder, synced to disk and renamed, so a crash leaves either the old
-state of affairs or the new one. The manifest holds the names, shapes, dtypes and a checksum of every file.
+state of affairs or the new one. Its tensors are safetensors files (`files`), everything else is one JSON manifest; no
+pickle. `write` saves, `load` reads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -20,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError, MoekitError, StorageError
 
-FORMAT = 1
-STATE = "state.safetensors"
+FORMAT = 2
 MANIFEST = "manifest.json"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def sync(path: Path) -> None:
@@ -36,6 +38,39 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Give a complete, synced folder its name; a folder that has the name is exchanged for it, and then deleted."""
+    if path.exists():
+        # one system call, so that no crash falls between the old one's going and the new one's coming
+        swap = getattr(ctypes.CDLL(None), "renameat2", None)
+        names = os.fsencode(temporary), os.fsencode(path)
+        if swap is None or swap(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE):
+            aside = temporary.with_suffix(".old.partial")  # a file system that cannot exchange
+            path.rename(aside)
+            temporary.rename(path)
+            temporary = aside
+        sync(path.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        temporary.rename(path)
+        sync(path.parent)
+
+
+def storage_error(path: Path, error: Exception) -> MoekitError:
+    """An error of the file system in moekit's words; moekit's own stay as they are."""
+    if isinstance(error, MoekitError):
+        return error
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)
+    what = "the disk is full" if full else str(error)
+    return StorageError(f"cannot write {path}: {what}; nothing was left there. Free space or choose another folder")
+
+
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """An existing folder is an error unless it may be replaced."""
+    if os.path.exists(path) and not overwrite:  # an unreadable parent shows later, as StorageError
+        raise CheckpointError(f"{path} exists already; choose another folder or pass overwrite=True")
+
+
 @contextmanager
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder that appears under its name only when the block ends well: write into what is yielded.
@@ -45,8 +80,7 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         StorageError: the place cannot be written or the disk is full. Nothing half-written stays.
     """
     path = Path(path)
-    if os.path.exists(path) and not overwrite:  # an unreadable parent shows below, as StorageError
-        raise CheckpointError(f"{path} exists already; choose another folder or pass overwrite=True")
+    refuse_existing(path, overwrite)
     temporary = path.parent / f".{path.name}.{os.getpid()}.partial"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,24 +90,94 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         for entry in sorted(temporary.rglob("*")):
             sync(entry)
         sync(temporary)
-        if path.exists():
-            old = path.parent / f".{path.name}.{os.getpid()}.old"
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            temporary.rename(path)
-        sync(path.parent)
+        put_in_place(temporary, path)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(e, StorageError):
-            raise
-        full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(e)
-        what = "the disk is full" if full else str(e)
-        raise StorageError(f"cannot write {path}: {what}; nothing was left there. Free space or choose another folder")
+        raise storage_error(path, e)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+# ------------------------------------------------------------------ the manifest
+
+
+def _check(entry: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, entry: dict[str, Any]) -> None:
+    """Write and sync a manifest, with a checksum over itself."""
+    entry = json.loads(json.dumps({"format": FORMAT, **entry}))
+    with open(folder / MANIFEST, "w") as f:
+        f.write(json.dumps({**entry, "check": _check(entry)}, indent=1))
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, it is broken or altered, or of another format.
+    """
+    path = Path(path)
+    try:
+        manifest = dict(json.loads((path / MANIFEST).read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from None
+    except (ValueError, TypeError, OSError) as e:
+        raise CheckpointError(f"{path / MANIFEST} is broken: {e}") from None
+    if manifest.get("format") == 1 and STATE in manifest.get("sha256", ()):
+        return manifest
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.get('format')}; this moekit reads format {FORMAT}")
+    if manifest.pop("check", None) != _check(manifest):
+        raise CheckpointError(f"{path / MANIFEST} is broken: it does not match its own checksum")
+    return manifest
+
+
+# ------------------------------------------------------------------ several checkpoints
+
+
+def _steps(folder: str | Path) -> list[tuple[int, Path]]:
+    """Complete ``step_N`` checkpoints, oldest first. The manifest is written last, so it tells."""
+    found = ((p.name[5:], p) for p in Path(folder).glob("step_*") if (p / MANIFEST).is_file())
+    return sorted((int(n), p) for n, p in found if n.isdigit())
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete ``step_N`` checkpoint under `folder`, or None."""
+    found = _steps(folder)
+    return found[-1][1] if found else None
+
+
+def retain(folder: str | Path, keep: int) -> None:
+    """Delete all but the newest `keep` (at least one) ``step_N`` checkpoints, and what older saves left unfinished.
+
+    Call it on one rank. Other ranks may have begun the next save, so only folders of steps before the newest complete
+    one are taken for leftovers; those of a later step go when that step is saved.
+    """
+    found = _steps(folder)
+    for _, path in found[: -max(keep, 1)]:
+        doomed = path.parent / f".{path.name}.old.partial"  # first out of sight: a crash here leaves no half of it
+        path.rename(doomed)
+    for path in Path(folder).glob(".step_*.partial"):
+        step = path.name.split(".")[1][5:]
+        if found and step.isdigit() and int(step) < found[-1][0]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that `path` means: itself, or the newest of a run folder or of a folder of checkpoints."""
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    return latest(path / "checkpoints") or latest(path) or path
+
+
+# ------------------------------------------------------------------ format 1, until the learner has moved
+STATE = "state.safetensors"
 
 
 def checksum(path: Path) -> str:
@@ -95,27 +199,13 @@ def write_state(path: str | Path, tensors: dict[str, Tensor], manifest: dict[str
     with new_folder(path, overwrite=overwrite) as folder:
         save_file(tensors, folder / STATE)
         entry = {
-            "format": FORMAT,
+            "format": 1,
             **manifest,
             "tensors": {n: {"shape": list(t.shape), "dtype": str(t.dtype)} for n, t in tensors.items()},
             "sha256": {STATE: checksum(folder / STATE)},
         }
         (folder / MANIFEST).write_text(json.dumps(entry, indent=1))
     return path
-
-
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder."""
-    path = Path(path)
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}") from None
-    except ValueError as e:
-        raise CheckpointError(f"{path / MANIFEST} is broken: {e}") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.get('format')}; this moekit reads format {FORMAT}")
-    return manifest
 
 
 @contextmanager
@@ -144,16 +234,3 @@ def open_state(path: str | Path, *, verify: bool = True) -> Iterator[tuple[dict[
             yield manifest, read
     except SafetensorError as e:
         raise CheckpointError(f"{file} cannot be read: {e}") from None
-
-
-def latest(folder: str | Path) -> Path | None:
-    """The newest ``step_N`` checkpoint under `folder`, or None."""
-    found = [(int(p.name[5:]), p) for p in Path(folder).glob("step_*") if p.name[5:].isdigit()]
-    return max(found)[1] if found else None
-
-
-def retain(folder: str | Path, keep: int) -> None:
-    """Delete all but the newest `keep` ``step_N`` checkpoints under `folder`."""
-    found = sorted((int(p.name[5:]), p) for p in Path(folder).glob("step_*") if p.name[5:].isdigit())
-    for _, path in found[: max(0, len(found) - keep)]:
-        shutil.rmtree(path)
