@@ -101,6 +101,9 @@ def parser() -> argparse.ArgumentParser:
     p = command("report", _report, "draw a run as one HTML page in its folder", "RUN [--interactive]")
     p.add_argument("run_folder", metavar="RUN", help="a run folder, such as runs/first")
     p.add_argument("--interactive", action="store_true", help="figures that zoom; the page grows by 5 MB")
+    p = command("checkpoint", _checkpoint, "say what a checkpoint holds, or check every byte of it", "show|verify PATH")
+    p.add_argument("what", choices=("show", "verify"), help="a table, or a comparison with the checksums")
+    p.add_argument("path", metavar="PATH", help="a checkpoint, or a folder with some: the newest is taken")
     p = command("doctor", _doctor, "say what this machine has and what will run on it", "[--runs RUNS]")
     p.add_argument("--runs", default="runs", help="the folder of the runs to list")
     _layout_options(command("layouts", _layouts, "list the layouts that a model and a number of processes allow, with "
@@ -296,6 +299,13 @@ def _report(o: argparse.Namespace) -> int:
     from .viz.report import write_report
 
     print(write_report(o.run_folder, interactive=o.interactive))
+    return 0
+
+
+def _checkpoint(o: argparse.Namespace) -> int:
+    from .checkpoint.load import show, verify
+
+    print((show if o.what == "show" else verify)(o.path))
     return 0
 
 
