@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..config import Denominator, LearnerConfig
 from ..data.batch import Batch, Flat
-from ..errors import CapacityError, ConfigError, DataError
+from ..errors import ConfigError, DataError
 from ..measure.cost import rates, step_flops
 from ..measure.tokens import RowCounter
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
@@ -30,19 +29,9 @@ from . import state
 from .gradients import Gradients
 from .mesh import Mesh, World
 from .optimizer import FlatAdamW
+from .overflow import Overflow
 from .pipeline import Pipeline
 from .stages import part_of
-
-try:  # INTERIM
-    from .dispatch import SyncDispatcher, make_dispatcher
-    from .rowwise import RowwiseDispatcher
-except ImportError:
-    from ..model.moe import LocalDispatcher
-
-    class RowwiseDispatcher: ...
-
-    SyncDispatcher = None
-    make_dispatcher = lambda *a: LocalDispatcher()
 
 if TYPE_CHECKING:
     from ..checkpoint.save import Saving
@@ -109,13 +98,13 @@ class Learner:
             self.mesh.dp.broadcast(buffer)
         self.optimizer = FlatAdamW(self.gradients, self.config)
         self.pipeline = Pipeline(self.config, shape, self.mesh.pp, next(model.parameters()).dtype, model.device)
-        self.dispatcher = make_dispatcher(self.config, self.mesh.ep, shape.experts)
-        self._use(self.dispatcher)
+        self.overflow = Overflow(model, self.config, self.mesh.ep)
         self.counter = RowCounter.of(shape)
+        with self.counter.during("recompute"):
+            pass  # every rank knows of the pass, also one that holds no expert
         self.routes: list[dict[int, Tensor]] = []  # with step(record=True): expert choices [N, K] by layer held here
         self.updates = 0  # committed optimizer steps: also the weight version
         self.skipped = 0
-        self.redone = 0
 
     # ------------------------------------------------------------------ one step
     def step(
@@ -142,10 +131,10 @@ class Learner:
         counts = step_counts(flats, self.mesh.dp.sum_list)
         random = torch.get_rng_state()
         found = self._attempt(flats, counts, record, replay)
-        redone = self._overflowed(found)
+        redone = self.overflow.must_redo(found.need)
         if redone:  # discard everything; every microbatch runs again on the synchronized path
             torch.set_rng_state(random)
-            with self._synchronized():
+            with self.overflow.synchronized():
                 found = replace(self._attempt(flats, counts, record, replay), need=found.need, used=found.used)
         commit = counts.supervised > 0 and math.isfinite(found.loss) and math.isfinite(found.norm)
         clipped = False
@@ -173,14 +162,14 @@ class Learner:
             **rates(self.counter, seconds),
             "flops/step": step_flops(self.model.config, self.counter)["total"] if counts.supervised else 0.0,
             **wire,
-            **self._dispatch_metrics(found, redone),
+            **self.overflow.metrics(found.need, found.used, redone),
         }
 
     def _attempt(self, flats: list[Flat], counts: StepCounts, record: bool, replay: Any) -> Readings:
         """All forwards and backwards of a step, and the sum of gradients over ranks. Moves nothing."""
         self.counter.reset()
         self.gradients.start()
-        self.dispatcher_reset()
+        self.overflow.reset()
         self.routes = []
         c, device = self.config.router, self.model.device
         if counts.supervised == 0:  # nothing to learn from: known before any work, on every rank alike
@@ -215,17 +204,10 @@ class Learner:
                 value = value + c.balance * balance
             return value
 
-        if self.mesh.pp.size == 1:  # INTERIM
-            for i in range(len(flats)):
-                value = forward(0, None, i)
-                if value.requires_grad:
-                    value.backward()
-                self.gradients.finish_microbatch()
-        else:
-            self.pipeline.run(flats, forward)
+        self.pipeline.run(flats, forward, told=self.gradients.finish_microbatch)
         self.gradients.finish()
         own = [loss, *(sum(v, torch.zeros((), device=device)) for v in router.values.values())]
-        own += [self.gradients.square_norm(), *self._fullness()]
+        own += [self.gradients.square_norm(), *self.overflow.fullness()]
         mine = torch.stack([torch.as_tensor(x, device=device).to(torch.float64) for x in own])
         all_WX = self.world.all_gather(mine.new_empty(self.world.size, len(own)).view(-1), mine, "counts")
         rows = all_WX.view(self.world.size, -1).tolist()  # the one host read of a step
@@ -297,58 +279,6 @@ class Learner:
         columns = list(zip(*rows.view(self.world.size, -1).tolist()))
         return max(columns[0]), {f"wire/{k}_bytes": sum(c) for k, c in zip(WIRE, columns[1:])}
 
-    # ------------------------------------------------------------------ overflow of rowwise buffers
-    def _use(self, dispatcher: Any) -> None:
-        for block in self.model.blocks.values():
-            if block.routes:
-                block.moe.dispatcher = dispatcher
-
-    def dispatcher_reset(self) -> None:
-        """Forget how full the buffers were."""
-        if isinstance(self.dispatcher, RowwiseDispatcher):
-            self.dispatcher.reset()
-
-    def _fullness(self) -> list[Any]:
-        d = self.dispatcher
-        return [d.need, d.used] if isinstance(d, RowwiseDispatcher) else [0.0, 0.0]
-
-    def _overflowed(self, found: Readings) -> bool:
-        """Whether to run again; the same answer on every rank. Later steps get larger buffers.
-
-        Raises:
-            CapacityError: with on_overflow="raise".
-        """
-        if found.need <= 1.0 or self.config.on_overflow == "drop":
-            return False
-        assert isinstance(self.dispatcher, RowwiseDispatcher)
-        had = self.dispatcher.capacity
-        if self.config.on_overflow == "raise":
-            raise CapacityError(
-                f"a rank was sent {found.need:.2f} times the rows that its buffer holds at capacity={had}; set "
-                f"capacity to {had * found.need:.2f} or more, or on_overflow='redo'"
-            )
-        self.dispatcher.capacity = had * found.need * 1.05
-        self.redone += 1
-        return True
-
-    @contextmanager
-    def _synchronized(self) -> Iterator[None]:
-        self._use(SyncDispatcher(self.mesh.ep, self.model.config.experts))
-        try:
-            yield
-        finally:
-            self._use(self.dispatcher)
-
-    def _dispatch_metrics(self, found: Readings, redone: bool) -> dict[str, float]:
-        if not isinstance(self.dispatcher, RowwiseDispatcher):
-            return {}
-        return {
-            "dispatch/buffer_need": found.need,
-            "dispatch/buffer_used": found.used,
-            "dispatch/capacity": self.dispatcher.capacity,
-            "dispatch/redone": float(redone),
-        }
-
     # ------------------------------------------------------------------ looking without moving
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -356,7 +286,7 @@ class Learner:
         flats = self._prepare(batches)
 
         def attempt() -> tuple[list[float], float]:
-            self.dispatcher_reset()
+            self.overflow.reset()
             counter = RowCounter.of(self.model.config)
             sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
 
@@ -369,17 +299,13 @@ class Learner:
                 return loss_M.sum()
 
             with counter.during("evaluate"):
-                if self.mesh.pp.size == 1:  # INTERIM
-                    for i in range(len(flats)):
-                        forward(0, None, i)
-                else:
-                    self.pipeline.run(flats, forward, backward=False)
+                self.pipeline.run(flats, forward, backward=False)
             found = sums.tolist()
-            return self.world.sum_list(found), self.world.max_list([float(self._fullness()[0])])[0]
+            return self.world.sum_list(found), self.world.max_list([float(self.overflow.fullness()[0])])[0]
 
         (total, n), need = attempt()
-        if self._overflowed(Readings(0.0, 0.0, 0.0, 0.0, need, 0.0)):
-            with self._synchronized():
+        if self.overflow.must_redo(need):
+            with self.overflow.synchronized():
                 (total, n), _ = attempt()
         return {f"eval/{self.name}": total / n if n else 0.0, "eval/tokens": n}
 

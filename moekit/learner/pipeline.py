@@ -189,7 +189,9 @@ class Pipeline:
         self.stages = config.pp * (config.stages_per_rank if config.pp > 1 else 1)
         self._made: dict[bool, tuple[tuple[int, int], list[Part], Callable]] = {}
 
-    def run(self, flats: list[Flat], fn: StageFn, *, backward: bool = True) -> list[Tensor]:
+    def run(
+        self, flats: list[Flat], fn: StageFn, *, backward: bool = True, told: Callable[[], None] | None = None
+    ) -> list[Tensor]:
         """Forward, and backward unless told otherwise, of every microbatch, in the order of the schedule.
 
         Args:
@@ -197,6 +199,7 @@ class Pipeline:
                 differ, down to none.
             fn: see `StageFn`. Gradients arrive where autograd puts them: hooks and `GradSlot`s work.
             backward: False = forward only, without a graph.
+            told: called after each microbatch's backward when there is one stage only (gradients are whole then).
         Returns:
             The losses, detached, one a microbatch, on the rank of the last stage; [] on others.
         Raises:
@@ -212,6 +215,8 @@ class Pipeline:
                     loss = fn(0, None, i)
                     if loss.requires_grad:
                         loss.backward()
+                    if told is not None and backward:
+                        told()
                     losses.append(loss.detach())
                 return losses
             n, rows = chunks(self.config, len(flats)), max(1, max(f.positions for f in flats))
