@@ -12,8 +12,8 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError
-from .static_panel import DASH, PX, Panel, clean, font, rgba
-from .theme import HEIGHT, INK, MARGIN, MUTED, PAPER, SERIES, SIZE, WIDTH, heading, need
+from .static_panel import DASH, PX, Panel, clean, rgba, style
+from .theme import HEIGHT, INK, MARGIN, MUTED, SERIES, SIZE, WIDTH, heading, need
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -35,7 +35,7 @@ def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
     mpl = need("matplotlib", "the static twin of a figure")
     out = io.BytesIO()
     metadata = {"Date": None} if format == "svg" else None  # equal figures give equal files
-    with mpl.rc_context({"svg.hashsalt": "moekit", "svg.fonttype": "path"}):
+    with mpl.rc_context(style()):
         to_matplotlib(fig).savefig(out, format=format, dpi=96 * scale, metadata=metadata)
     if format == "png":  # a third of the size with a palette: flat colours and text need few
         from PIL import Image
@@ -47,20 +47,20 @@ def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
 
 def to_matplotlib(fig: go.Figure) -> Figure:
     """The figure drawn by matplotlib at the same size, margins and domains. See `render` for what is drawn."""
-    need("matplotlib", "the static twin of a figure")
+    mpl = need("matplotlib", "the static twin of a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = {"stacked area" if t.type == "scatter" and t.stackgroup else t.type for t in fig.data}
-    if found - set(KINDS):
+    kinds = {"stacked area" if t.type == "scatter" and t.stackgroup else t.type for t in fig.data} - set(KINDS)
+    if kinds:
         raise BackendError(
-            f"the static twin draws scatter, bar and heatmap traces, not {', '.join(sorted(found - set(KINDS)))}; "
-            "use one of those kinds, or save this figure with plotly's own image export"
+            f"the static twin draws scatter, bar and heatmap traces, not {', '.join(sorted(kinds))}; use one of those "
+            "kinds, or save this figure with plotly's own image export"
         )
-    size = ((fig.layout.width or WIDTH) / 96, (fig.layout.height or HEIGHT) / 96)
-    figure = Figure(figsize=size, dpi=96, facecolor=PAPER)
-    FigureCanvasAgg(figure)  # not pyplot: no global state, and safe from a background thread
-    _Page(fig, figure).draw()
+    with mpl.rc_context(style()):
+        figure = Figure(figsize=((fig.layout.width or WIDTH) / 96, (fig.layout.height or HEIGHT) / 96), dpi=96)
+        FigureCanvasAgg(figure)  # not pyplot: no global state, and safe from a background thread
+        _Page(fig, figure).draw()
     return figure
 
 
@@ -83,24 +83,24 @@ class _Page:
         for index, trace in enumerate(t for t in self.fig.data if t.visible in (None, True)):
             panel = self.panel(trace.xaxis or "x", trace.yaxis or "y")
             if trace.type == "heatmap":
-                self.colour_bar(panel.heatmap(trace), trace.colorbar, panel)
+                mesh = panel.heatmap(trace)
+                if trace.showscale is not False:
+                    self.colour_bar(mesh, trace.colorbar, panel)
             elif trace.type == "bar":
                 panel.bar(trace, SERIES[index % len(SERIES)], self.layout)
             else:
                 panel.scatter(trace, SERIES[index % len(SERIES)])
         for panel in self.panels.values():
             panel.finish()
-        for shape in self.layout.shapes:
-            if shape.type == "line":
-                self.line(shape)
-        for note in self.layout.annotations:
-            if note.text:
-                self.note(note)
+        for shape in (s for s in self.layout.shapes if s.type == "line"):
+            self.line(shape)
+        for note in (n for n in self.layout.annotations if n.text):
+            self.note(note)
         self.title()
         named = [t for t in self.fig.data if t.name and t.type != "heatmap"]
         if named and (self.layout.showlegend or (self.layout.showlegend is None and len(named) > 1)):
             x, y = self.paper.transform((0, 1))  # a figure of the user's own; the kit's label their lines directly
-            self.figure.legend(loc="lower left", bbox_to_anchor=(x, y), ncols=4, frameon=False, prop=font(SIZE["tick"]))
+            self.figure.legend(loc="lower left", bbox_to_anchor=(x, y), ncols=4)
 
     def panel(self, x: str, y: str) -> Panel:
         """The pair of axes named as a trace names them, made on first use."""
@@ -108,7 +108,7 @@ class _Page:
             xaxis, yaxis = self.layout[x.replace("x", "xaxis")], self.layout[y.replace("y", "yaxis")]
             (x0, x1), (y0, y1) = xaxis.domain or (0, 1), yaxis.domain or (0, 1)
             (left, bottom), (right, top) = self.paper.transform([(x0, y0), (x1, y1)])
-            ax = self.figure.add_axes((left, bottom, right - left, top - bottom), facecolor="none")
+            ax = self.figure.add_axes((left, bottom, right - left, top - bottom))
             traces = [t for t in self.fig.data if (t.xaxis or "x", t.yaxis or "y") == (x, y)]
             self.panels[x, y] = Panel(ax, {"x": xaxis, "y": yaxis}, traces, self.layout.template.layout)
         return self.panels[x, y]
@@ -149,18 +149,22 @@ class _Page:
         (x, y), way = self.place((note.xref or "x", note.yref or "y"), [note.x, note.y], exponent=True)
         shift = ScaledTranslation((note.xshift or 0) / 96, (note.yshift or 0) / 96, self.figure.dpi_scale_trans)
         text, bold = clean(note.text)
-        look = {"color": note.font.color or INK, "fontproperties": font(note.font.size or SIZE["tick"], bold)}
-        look |= {"ha": note.xanchor or "center", "va": LEVEL.get(note.yanchor, "center"), "linespacing": 1.25}
+        look = {"color": note.font.color or INK, "size": (note.font.size or SIZE["tick"]) * PX}
+        look |= {
+            "weight": "bold" if bold else "normal",
+            "ha": note.xanchor or "center",
+            "va": LEVEL.get(note.yanchor, "center"),
+            "linespacing": 1.25,
+        }
         self.figure.text(x, y, text, transform=way + shift, multialignment=note.align or "left", **look)
 
     def title(self) -> None:
         """Title and subtitle, flush with the left edge of the plot."""
         left = self.paper.transform((0, 0))[0]
-        for part, down, size, colour in zip(
-            heading(self.fig), (18, 43), (SIZE["title"], SIZE["subtitle"]), (INK, MUTED)
-        ):
-            self.figure.text(left, 1 - down / self.height, clean(part)[0], ha="left", va="top", color=colour,
-                             fontproperties=font(size, bold=colour == INK))  # fmt: skip
+        looks = ((18, "title", INK, "bold"), (43, "subtitle", MUTED, "normal"))
+        for part, (down, size, colour, weight) in zip(heading(self.fig), looks):
+            self.figure.text(left, 1 - down / self.height, clean(part)[0], va="top", color=colour, weight=weight,
+                             size=SIZE[size] * PX)  # fmt: skip
 
     def colour_bar(self, mesh: Any, bar: Any, panel: Panel) -> None:
         """A colour bar right of a panel, as high as it."""
@@ -171,6 +175,4 @@ class _Page:
         if bar.tickvals is not None:
             drawn.set_ticks(list(bar.tickvals), labels=bar.ticktext)
         drawn.ax.minorticks_off()
-        drawn.ax.tick_params(length=0, pad=4)
-        for label in drawn.ax.get_yticklabels():
-            label.set(fontproperties=font(SIZE["tick"]), color=MUTED)
+        drawn.ax.tick_params(pad=4)
