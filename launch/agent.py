@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .folder import read_json, write_json
-from .processes import STOP_GRACE_S, adopt_orphans, python_command, watch_parent
+from .processes import adopt_orphans, python_command, watch_parent
 
 
 def main() -> None:
@@ -30,7 +30,6 @@ def launch(folder: Path, config: dict[str, Any]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{STOP_GRACE_S:.0f}")
     elastic = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BackendError, ConfigError
-from .processes import STOP_GRACE_S, python_command
+from .processes import python_command
 
 _OURS = {"nodes", "ntasks", "ntasks_per_node", "job_name", "output", "open_mode"}
 _GOING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING", "SUSPENDED", "STAGE_OUT")
@@ -51,7 +51,6 @@ def write_scripts(folder: Path, config: dict[str, Any], env: dict[str, str]) -> 
 # HOST is the first node, PORT a free port of it, ADDRESS this node's own where its name does not lead to it.
 : "${{1:?give HOST:PORT, the same on every node}}"
 unset MPLBACKEND
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={STOP_GRACE_S:.0f}
 {exports}exec {shlex.join(torchrun)} --rdzv-endpoint="$1" ${{2:+--local-addr="$2"}} \\
   {shlex.join(worker)}
 """)

@@ -64,10 +64,7 @@ def here() -> Here:
 
 
 def main() -> None:
-    """Entry of a rank's process: ``<folder> [<process id of the agent>]``; the rank is in the environment.
-
-    Without the second it is one that torchrun started, with no supervisor of ours: then it tells that it lives.
-    """
+    """Entry of a rank's process: ``<folder> [<process id of the agent>]``; the rank is in the environment."""
     folder, rank = Path(sys.argv[1]).absolute(), int(os.environ["RANK"])
     die_with_parent(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     _log_to(folder / "logs" / f"rank_{rank}.log")
@@ -77,8 +74,7 @@ def main() -> None:
     faulthandler.register(signal.SIGTERM, stack, all_threads=False, chain=True)
     os.environ["MOEKIT_RUN_FOLDER"] = str(folder)
     _tell(folder, rank, "starting")
-    if len(sys.argv) <= 2:
-        threading.Thread(target=_live, args=(folder, rank), daemon=True).start()
+    threading.Thread(target=_live, args=(folder, rank), daemon=True).start()
     try:
         value = _call(folder, read_json(folder / "config.json") or {}, rank)
         _store_result(folder / "results" / f"rank_{rank}.pkl", value, rank)
@@ -108,14 +104,17 @@ def _tell(folder: Path, rank: int, phase: str) -> None:
 
 
 def _live(folder: Path, rank: int) -> None:
-    """Touches this rank's file; when some rank has failed and this one goes on all the same, ends it."""
-    ends = iter((None, signal.SIGTERM, signal.SIGKILL))  # one round for the collectives to fail by themselves
+    """Touches this rank's file, and ends this rank when another has failed: torchrun would give it 30 s, or for ever.
+
+    The ranks of other nodes learn of a failure only by a collective, and one that hangs is in none.
+    """
+    ends = iter((signal.SIGTERM, signal.SIGKILL))
     while True:
         time.sleep(HEARTBEAT_S)
         with suppress(OSError):  # a file system that is away for a moment, or a folder that was taken away
             os.utime(folder / "ranks" / f"rank_{rank}.json")
-            if any((folder / "errors").iterdir()) and (end := next(ends)):
-                os.kill(os.getpid(), end)
+            if any((folder / "errors").iterdir()):
+                os.kill(os.getpid(), next(ends))
 
 
 def code_with_file(make: Callable[..., CodeType], parts: tuple, file: str) -> CodeType:
