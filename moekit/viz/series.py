@@ -87,11 +87,11 @@ def counts(source: Any, step: int | None = None, scope: str = "all") -> tuple[np
     Args:
         source: counts [L, E] or [L, C, E], a Run, a run folder, or one step's arrays (`RowCounter.arrays`).
         step: the step to read; None = the mean over all recorded steps.
-        scope: "all" (every token: all classes but padding) or "supervised".
+        scope: "all" (every token: all classes but padding), "supervised" or "context".
     Returns: counts [L, E], a name for each layer, and what they are of in words.
     """
-    if scope not in ("all", "supervised"):
-        raise DataError(f"scope={scope!r} is not one of 'all', 'supervised'")
+    if scope not in ("all", "supervised", "context"):
+        raise DataError(f"scope={scope!r} is not one of 'all', 'supervised', 'context'")
     source, when, layers = _opened(source), "", None
     if hasattr(source, "arrays"):
         source, layers, when = _recorded(source, step)
@@ -101,12 +101,12 @@ def counts(source: Any, step: int | None = None, scope: str = "all") -> tuple[np
         source, layers = source[f"{ARRAY}/decided"], source.get("policy/layers")
     table = np.asarray(source, dtype=float)
     if table.ndim == 3:
-        wanted = ["supervised"] if scope == "supervised" else [name for name in CLASSES if name != "padding"]
+        wanted = [scope] if scope in CLASSES else [name for name in CLASSES if name != "padding"]
         table = table[:, [CLASSES.index(name) for name in wanted]].sum(axis=1)
     elif table.ndim != 2:
         raise DataError(f"counts must be [layers, experts] or [layers, classes, experts], got shape {table.shape}")
     elif scope != "all":
-        raise DataError("counts [layers, experts] hold no classes; scope='supervised' needs [layers, classes, experts]")
+        raise DataError(f"counts [layers, experts] hold no classes; scope={scope!r} needs [layers, classes, experts]")
     return table, [str(int(i)) for i in (range(len(table)) if layers is None else layers)], when
 
 
