@@ -272,7 +272,7 @@ class Learner:
 
     def _wall(self, seconds: float) -> tuple[float, dict[str, float]]:
         """The slowest rank's time, and the bytes that all ranks sent, by kind."""
-        sent = self.mesh.wire.total() if hasattr(self.mesh.wire, "total") else self.mesh.wire.sent
+        sent = self.mesh.wire.sent
         mine = torch.tensor([seconds, *(float(sent.get(k, 0)) for k in WIRE)], dtype=torch.float64)
         mine = mine.to(self.world.device)
         rows = self.world.all_gather(mine.new_empty(self.world.size * len(mine)), mine, "counts")

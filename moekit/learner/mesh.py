@@ -25,6 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import LearnerConfig, ModelConfig
 from ..errors import ConfigError
 
+# torch 2.13 renamed these
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class Wire:
@@ -111,7 +115,7 @@ class World:
         self.wire.add(kind, (self.size - 1) / self.size * x.nbytes)
         if dist.get_backend(self.group) != "gloo":
             out = x.new_empty(x.shape[0] // self.size)
-            dist.reduce_scatter_tensor(out, x, group=self.group)
+            _reduce_scatter(out, x, group=self.group)
             return out
         parts = torch.empty_like(x)
         dist.all_to_all_single(parts, x, group=self.group)
@@ -121,7 +125,7 @@ class World:
         """Fill a flat `out` with every rank's equal `part` (which may be a view of `out`); returns `out`."""
         if self.size > 1:
             self.wire.add(kind, (self.size - 1) * part.nbytes)
-            dist.all_gather_into_tensor(out, part.contiguous(), group=self.group)
+            _all_gather(out, part.contiguous(), group=self.group)
         elif out.data_ptr() != part.data_ptr():
             out.copy_(part)
         return out
@@ -205,6 +209,16 @@ class Mesh:
         return Mesh(
             world, axis(dense, "pp"), axis(dense, "dp"), axis(expert, "expert_dp"), axis(expert, "ep"), tie
         )  # fmt: skip
+
+
+def place(config: LearnerConfig, rank: int, world: int) -> tuple[int, int]:
+    """(pipeline rank, expert-parallel rank) of one rank of a world, before there is any process group.
+
+    >>> [place(LearnerConfig(pp=2, ep=2), rank, 8) for rank in (0, 1, 3, 6)]
+    [(0, 0), (0, 1), (0, 1), (1, 0)]
+    """
+    dp = world // config.pp
+    return rank // dp, rank % dp % config.ep
 
 
 def check_layout(config: LearnerConfig, shape: ModelConfig, world: int) -> None:

@@ -235,7 +235,7 @@ CASES = {
     "4, pp2 interleaved, ep2, padded": case(4, 1, pp=2, pipeline="interleaved", stages_per_rank=2, ep=2, **PADDED),
     "4, pp2 ep2, float32": case(4, dtype=torch.float32, pp=2, ep=2),
     "8, dp8": case(8, zero=2),
-    "8, ep8, shared memory": case(8, ep=8, **SHM),
+    "8, ep8, shared memory": case(8, ep=8, **SHM | {"capacity": 8.0}),
     "8, dp8 ep4": case(8, 1, ep=4, zero=1, recompute="block"),
     "8, pp2 dp4 ep2": case(8, 1, pp=2, ep=2, zero=2, recompute="moe", elide="padding+last_layer"),
     "8, pp2 ep4, shared memory": case(8, 1, pp=2, ep=4, recompute="block", **SHM),
