@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, prod
 
 import torch
 
@@ -85,18 +85,17 @@ class Bucket:
 
 
 def buckets(held: Iterable[Held], config: LearnerConfig, dp: int) -> list[Bucket]:
-    """A rank's buckets in the order in which a backward completes them: one family's parameters, last ones first."""
-    done: list[Bucket] = []
-    going: dict[tuple[bool, bool, bool], Bucket] = {}
+    """A rank's buckets, in the order in which a backward completes them: one family's parameters, last ones first."""
+    done, going, order = list[Bucket](), dict[tuple[bool, bool, bool], Bucket](), dict[str, int]()
     for h in reversed(list(held)):
         family = h.expert, len(h.shape) >= 2, h.tied
         bucket = going.setdefault(family, Bucket(dp // config.ep if h.expert else dp, h.tied))
         bucket.names.append(h.name)
         bucket.taken += prod(h.shape)
         bucket.spans += -(-prod(h.shape) // ALIGN) * ALIGN
+        order[h.name] = len(order)
         if bucket.taken >= LARGEST[config.reduce]:
             done.append(going.pop(family))
-    order = {h.name: i for i, h in enumerate(reversed(list(held)))}
     return sorted([*done, *going.values()], key=lambda b: order[b.names[-1]])
 
 
@@ -108,11 +107,11 @@ def storage_bytes(held: Iterable[Held], config: LearnerConfig, dtype: torch.dtyp
     reduce="microbatch" in their place.
 
     Returns:
-        These, their total, and gradients_peak: the most that gradients take during a step. That is more than
-        gradients with reduce="microbatch" only: full buckets wait there until the backward has completed them.
+        These, their total, and gradients_peak: the most that gradients take during a step. It is more than gradients
+        with reduce="microbatch" only, where full buckets wait until the backward has completed them (gradients are
+        taken to come in the order of the names; they may come so that one bucket more waits).
     """
-    held = list(held)
-    b, w = dtype.itemsize, _wide(dtype)
+    b, w, held = dtype.itemsize, _wide(dtype), list(held)
     out = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     waiting = buckets(held, config, dp)
     for bucket in waiting:
@@ -123,18 +122,14 @@ def storage_bytes(held: Iterable[Held], config: LearnerConfig, dtype: torch.dtyp
         out["gradients"] += (own if config.reduce == "microbatch" else n + apart) * w
         out["masters"] += own * w if b < w else 0
         out["moments"] += 2 * own * w
-    peak = out["gradients"]
-    if config.reduce == "microbatch":
-        home = {name: bucket for bucket in waiting for name in bucket.names}
-        seen, opened, most = set[str](), list[Bucket](), 0
-        for h in reversed(held):
-            seen.add(h.name)
-            opened += [home[h.name]] if home[h.name] not in opened else []
-            most = max(most, sum(x.elements for x in opened))
-            while waiting and seen.issuperset(waiting[0].names):
-                opened.remove(waiting.pop(0))
-        peak += most * w
-    return out | {"total": sum(out.values()), "gradients_peak": peak}
+    home, begun, seen, most = {name: x for x in waiting for name in x.names}, list[Bucket](), set[str](), 0
+    for h in reversed(held) if config.reduce == "microbatch" else ():
+        seen.add(h.name)
+        begun += [home[h.name]] if home[h.name] not in begun else []
+        most = max(most, sum(x.elements for x in begun))
+        while waiting and seen.issuperset(waiting[0].names):
+            begun.remove(waiting.pop(0))
+    return out | {"total": sum(out.values()), "gradients_peak": out["gradients"] + most * w}
 
 
 def layer_bytes(
@@ -180,10 +175,11 @@ def layer_bytes(
         + (3 * N * INDEX if config.router.balance else 0)  # positions in scope, documents
     )
     R = work.routed(config.elide, last) * K
-    R += E * (PAD - 1) // 2 if low and R >= PAD * E else 0  # on average, for multiples of PAD
-    out["experts"] = R * (2 * F * b + 2 * INDEX)  # gate and up; the row and the choice that each comes from
+    more = E // config.ep * (PAD - 1) // 2 if low and R >= PAD * E // config.ep else 0  # on average, for whole PADs
+    out["experts"] = (R + more) * (2 * F * b + (2 if more or config.ep == 1 else 1) * INDEX)  # gate, up; their places
     if config.ep > 1:
-        out["experts"] += R * (2 * D * b + INDEX)  # rows as received and as returned, their places
+        room = ceil(config.capacity * R) if config.dispatch == "rowwise" else R
+        out["experts"] += (room + R) * D * b + R * INDEX  # rows that came, and that came home
     return out | ({"shared": at * 3 * shape.shared_width * b} if shape.shared_width else {})
 
 
@@ -226,7 +222,7 @@ def activation_bytes(
 
 def wire_bytes(
     held: Iterable[Held], shape: ModelConfig, config: LearnerConfig, work: Microbatch, dtype: torch.dtype, dp: int, *,
-    microbatches: int, layers: Iterable[int], transfers: int = 0,
+    microbatches: int, layers: Iterable[int], transfers: int = 0, device: str = "cpu",
 ) -> dict[str, float]:  # fmt: skip
     """Bytes that one rank sends in one training step, by kind, with balanced routing and equal microbatches.
 
@@ -235,7 +231,8 @@ def wire_bytes(
         gradients   2 (g-1)/g n w (a ring all-reduce), with zero=2 (g-1)/g n w, once or for every microbatch;
                     and n w for a tied embedding's other copy
         parameters  (g-1)/g n b with zero > 0
-        rows        (ep-1)/ep K P D b out and as much back, forward and backward, and again with recompute
+        rows        (ep-1)/ep K P D b out and as much back, forward and backward, and again with recompute; ep times
+                    as much where the transport sends padded blocks
         pipeline    N D b for every transfer
 
     Args:
@@ -252,6 +249,8 @@ def wire_bytes(
         out["parameters"] += share * b if config.zero else 0
     passes = microbatches * (4 if config.recompute == "none" else 6)
     rows = sum(work.routed(config.elide, i == shape.layers - 1) for i in layers if i not in shape.dense_layers)
-    out["rows"] = passes * (config.ep - 1) / config.ep * rows * shape.top_k * shape.width * b
+    padded = {"padded", "symmetric"} | ({"auto"} if device == "cuda" else set())
+    blocks = config.ep * min(1.0, config.capacity) if config.dispatch == "rowwise" and config.transport in padded else 1
+    out["rows"] = passes * (config.ep - 1) / config.ep * rows * blocks * shape.top_k * shape.width * b
     out["pipeline"] = float(transfers * work.positions * shape.width * b)
     return out | {"total": sum(out.values())}

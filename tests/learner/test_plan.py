@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +30,7 @@ from moekit.model.presets import preset
 from moekit.model.transformer import Transformer
 
 torch.set_num_threads(1)
+HERE = Path(__file__).parent / "planning.py"
 SHAPE = ModelConfig(
     vocab=37, width=16, layers=5, heads=4, kv_heads=2, experts=6, top_k=2, expert_width=12, dense_layers=(1,),
     dense_width=20, shared_width=8, qk_norm="head", tied_head=True,
@@ -152,6 +158,41 @@ def test_peak_of_gradients_reduced_after_every_microbatch(world, largest, monkey
     most = max(b.param.nbytes for b in made.buckets)
     assert peaks[0] < peaks[1] == peaks[2]
     assert 0 <= peaks[1] - predicted <= (0 if largest > 500 else most)
+
+
+# ------------------------------------------------------------------ real steps on four processes
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> list[dict]:
+    """What `planning.py` counted and predicted on every rank."""
+    folder = tmp_path_factory.mktemp("planning")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, HERE, str(r), "4", folder], env=env) for r in range(4)]
+    try:
+        assert [p.wait(timeout=300) for p in ranks] == [0] * 4
+    finally:
+        for p in ranks:
+            p.kill()
+    return [pickle.loads((folder / f"rank_{r}.pkl").read_bytes()) for r in range(4)]
+
+
+def test_wire_bytes_are_what_was_predicted(four):
+    """Equal to the byte on every rank for balanced routes: gradients, parameters, expert rows, hidden states."""
+    for name in four[0]:
+        for rank, found in enumerate(four):
+            assert found[name]["sent"] == found[name]["wire"], (name, rank)
+    for kind in ("gradients", "parameters", "rows", "pipeline"):
+        assert any(rank[name]["sent"][kind] for rank in four for name in rank), kind
+
+
+def test_activations_under_expert_parallelism(four):
+    """Rows that came and rows that came home included, by dispatch and recompute; within 15 %, fp32 within 5 %."""
+    counted = [(name, rank[name]) for rank in four for name in rank if "saved" in rank[name]]
+    assert len(counted) == 4 * 2 * 10
+    for (name, dtype), found in counted:
+        close = 0.05 if dtype == torch.float32 else 0.15
+        assert found["activations"] == pytest.approx(found["saved"], rel=close), name
 
 
 # ------------------------------------------------------------------ the table
