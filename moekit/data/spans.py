@@ -5,24 +5,23 @@ closes the turn, the end-of-turn token included. Templates that mark it with `{%
 the others, spans are derived from renderings of the whole conversation (message by message is wrong as soon as a
 template treats a turn by its place: reasoning kept in the last turn only, a beginning-of-text token):
 
-1. *Skeleton.* The conversation is rendered with a placeholder for every text. That tells the template's own text from
-   the messages' text. Conversations with the same roles and fields share one skeleton. If the skeleton, filled with
-   the texts, is the full rendering, the spans follow.
-2. *One placeholder.* If not (the template looks into the texts), each assistant message alone is replaced. What comes
-   before and after the placeholder must be what the full rendering begins and ends with; the span is the rest.
-3. *Prefix differences.* The rendering up to the turn, with generation prompt, and the rendering that ends with the
-   turn must both be prefixes of the full rendering; the span lies between. There must be a generation prompt.
+1. *Placeholders.* Rendered with a placeholder for every text, the template shows its own text around each turn; that
+   is the same for all conversations with the same roles and fields. Then each assistant message alone is replaced.
+   What comes before and after the placeholder must be what the full rendering begins and ends with; the rest, with
+   the text that closes the turn, is the span.
+2. *Prefix differences*, where a template looks into the texts so that this cannot be. The rendering up to the turn,
+   with generation prompt, and the rendering that ends with the turn must both be prefixes of the full rendering; the
+   span lies between. There must be a generation prompt.
 
-Where none of them can be proved, `Unproved` says why.
+Where neither can be proved, `Unproved` says why.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from .source import Message
 
@@ -39,15 +38,15 @@ class Refused(Exception):
     """The template raised an error."""
 
 
-@dataclass(frozen=True)
-class Skeleton:
-    """A rendering with placeholders: `literals[k]`, then the text of `slots[k]`, and so on; one more literal."""
+class Turn(NamedTuple):
+    """The template's own text around the text of a message."""
 
-    literals: list[str]
-    slots: list[tuple[int, str]]  # (message, field)
-    begin: dict[int, tuple[int, int]]  # message -> (literal, characters into it) where its turn begins
-    tail: dict[int, tuple[int, int]]  # message -> (literal, characters of it) that closes its turn
-    unseen: tuple[int, ...]  # messages whose content is not in the rendering
+    gap: str  # between the text before it and its own
+    into: int  # characters of `gap` that come before the turn: up to where a model would start to write
+    closing: str  # behind it, what closes the turn
+
+
+Skeleton = tuple[dict[int, Turn], list[int]]  # assistant messages, and messages whose content is not rendered
 
 
 class Template:
@@ -58,7 +57,7 @@ class Template:
         self.marked = bool(GENERATION.search(tokenizer.get_chat_template()))
         special = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, special))})" if special else r"(?!)()")
-        self._skeletons: dict[Any, Skeleton | None] = {}
+        self._known: dict[Any, Skeleton] = {}
 
     def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The rendering of `messages`, with the generation prompt behind it if `prompt`."""
@@ -72,16 +71,13 @@ class Template:
 
         Raises Unproved: they cannot be proved, or a message is not rendered.
         """
-        skeleton = self.skeleton(messages)
-        found = _fill(skeleton, messages, full) if skeleton else None
-        if found is None:
+        try:
+            found = self._one_by_one(messages, full)
+        except (Unproved, Refused) as first:
             try:
-                found = self._one_by_one(messages, full)
-            except (Unproved, Refused) as first:
-                try:
-                    found = self._prefixes(messages, full)
-                except (Unproved, Refused) as second:
-                    raise Unproved(f"{first}; {second}") from None
+                found = self._prefixes(messages, full)
+            except (Unproved, Refused) as second:
+                raise Unproved(f"{first}; {second}") from None
         stop = 0
         for at, span in sorted(found.items()):
             if not stop <= span[0] < span[1] <= len(full):
@@ -91,43 +87,38 @@ class Template:
 
     def missing(self, messages: list[Message]) -> int | None:
         """The place of a message whose text is not in the rendering because the template has no use for its role."""
-        skeleton = self.skeleton(messages)
-        for at in skeleton.unseen if skeleton else ():
+        for at in self._skeleton(messages)[1]:
             text = messages[at]["content"].strip()
             if text and text not in self.text(messages):
                 return at
         return None
 
-    def skeleton(self, messages: list[Message]) -> Skeleton | None:
-        """The skeleton of all conversations with these roles and fields; None if the template refuses placeholders."""
+    def _skeleton(self, messages: list[Message]) -> Skeleton:
+        """What the template writes around the texts of all conversations with these roles and fields."""
         key = tuple(
             tuple((k, None if k == "content" else bool(v) if _is_text(k, v) else repr(v)) for k, v in m.items())
             for m in messages
         )
-        if key not in self._skeletons:
-            if len(self._skeletons) >= 4096:  # fields that are not text, such as tool calls, make many
-                self._skeletons.clear()
+        if key not in self._known:
+            if len(self._known) >= 4096:  # fields that are not text, such as tool calls, make many
+                self._known.clear()
             try:
-                self._skeletons[key] = self._make_skeleton(messages)
-            except Refused:
-                self._skeletons[key] = None
-        return self._skeletons[key]
+                self._known[key] = self._make_skeleton(messages)
+            except Refused:  # of placeholders
+                self._known[key] = {}, []
+        return self._known[key]
 
     def _make_skeleton(self, messages: list[Message]) -> Skeleton:
-        masked = [_mask(m, at) for at, m in enumerate(messages)]
-        parts = PLACEHOLDER.split(self.text(masked))
-        literals = parts[::3]
-        slots = [(int(at), field) for at, field in zip(parts[1::3], parts[2::3])]
-        begin, tail = {}, {}
+        masked, turns = [_mask(m, at) for at, m in enumerate(messages)], {}
+        parts = PLACEHOLDER.split(self.text(masked))  # literal, message, field, literal, message, ...
         for at, message in enumerate(messages):
-            mine = [k for k, slot in enumerate(slots) if slot[0] == at]
-            if message["role"] != "assistant" or not mine or mine != list(range(mine[0], mine[-1] + 1)):
-                continue
-            gap, after = literals[mine[0]], literals[mine[-1] + 1]
-            begin[at] = mine[0], self._after_header(gap, masked, at)
-            tail[at] = mine[-1] + 1, self._closing(after, masked, at)
-        unseen = set(range(len(messages))) - {at for at, field in slots if field == "content"}
-        return Skeleton(literals, slots, begin, tail, tuple(sorted(unseen)))
+            mine = [k for k in range(1, len(parts), 3) if int(parts[k]) == at]
+            if message["role"] == "assistant" and mine:
+                gap, after = parts[mine[0] - 1], parts[mine[-1] + 2]
+                closing = after[: self._closing(after, masked, at)]
+                turns[at] = Turn(gap, self._after_header(gap, masked, at), closing)
+        seen = {int(at) for at, field in zip(parts[1::3], parts[2::3]) if field == "content"}
+        return turns, [at for at in range(len(messages)) if at not in seen]
 
     def _after_header(self, gap: str, messages: list[Message], at: int) -> int:
         """How much of `gap`, the template's text before message `at`, is given: up to where a model would start.
@@ -170,34 +161,20 @@ class Template:
         return len(bare) if ends and ends[-1] == len(bare) and bare else len(tail)
 
     def _one_by_one(self, messages: list[Message], full: str) -> dict[int, Span]:
-        found = {}
-        for at in range(len(messages)):
-            if messages[at]["role"] != "assistant":
-                continue
-            masked = [*messages[:at], _mask(messages[at], at), *messages[at + 1 :]]
-            text = self.text(masked)
-            places = [m.span() for m in PLACEHOLDER.finditer(text) if int(m[1]) == at]
-            if not places:
+        found, (turns, _) = {}, self._skeleton(messages)
+        for at in [at for at, message in enumerate(messages) if message["role"] == "assistant"]:
+            text = self.text([*messages[:at], _mask(messages[at], at), *messages[at + 1 :]])
+            places = [m.span() for m in PLACEHOLDER.finditer(text)]
+            if not places or at not in turns:
                 raise Unproved(f"the template does not render the text of message {at}")
-            start, stop = places[0][0], places[-1][1]
-            gap = self._gap(messages, at) if at else text[:start]
-            begin = start
-            if text[:start].endswith(gap):
-                begin = start - len(gap) + self._after_header(gap, masked, at)
+            turn, (start, stop) = turns[at], (places[0][0], places[-1][1])
+            begin = start - len(turn.gap) + turn.into if text[:start].endswith(turn.gap) else start
             after = text[stop:]
             end = len(full) - len(after)
             if full[:begin] != text[:begin] or not full.endswith(after) or end < begin:
                 raise Unproved(f"the rendering around message {at} changes with the text of that message")
-            found[at] = begin, end + self._closing(after, masked, at)
+            found[at] = begin, end + len(turn.closing) * after.startswith(turn.closing)
         return found
-
-    def _gap(self, messages: list[Message], at: int) -> str:
-        """The template's own text between the text of message `at - 1` and that of message `at`; empty if unknown."""
-        pair = [_mask(messages[at - 1], at - 1), _mask(messages[at], at)]
-        text = self.text([*messages[: at - 1], *pair, *messages[at + 1 :]])
-        before = [m.end() for m in PLACEHOLDER.finditer(text) if int(m[1]) == at - 1]
-        mine = [m.start() for m in PLACEHOLDER.finditer(text) if int(m[1]) == at]
-        return text[before[-1] : mine[0]] if before and mine and before[-1] <= mine[0] else ""
 
     def _prefixes(self, messages: list[Message], full: str) -> dict[int, Span]:
         found = {}
@@ -226,29 +203,3 @@ def _mask(message: Message, at: int) -> Message:
     return {
         k: f"\ue0f1{at}\ue0f2{k}\ue0f3" if _is_text(k, v) and (v or k == "content") else v for k, v in message.items()
     }
-
-
-def _fill(skeleton: Skeleton, messages: list[Message], full: str) -> dict[int, Span] | None:
-    """Spans of the assistant's turns if `full` is the skeleton filled with the messages' texts, else None."""
-    starts = [0]  # starts[k]: where literal k starts in `full`
-    for k, (at, field) in enumerate(skeleton.slots):
-        place = starts[-1] + len(skeleton.literals[k])
-        text, follow = messages[at][field], skeleton.literals[k + 1]
-        if not full.startswith(skeleton.literals[k], starts[-1]):
-            return None
-        for form in (text, text.strip(), text.lstrip(), text.rstrip()):  # templates may trim
-            if full.startswith(form, place) and full.startswith(follow, place + len(form)):
-                starts.append(place + len(form))
-                break
-        else:
-            return None
-    if full[starts[-1] :] != skeleton.literals[-1]:
-        return None
-    found = {}
-    for at, message in enumerate(messages):
-        if message["role"] == "assistant":
-            if at not in skeleton.begin:
-                return None
-            (k, into), (last, length) = skeleton.begin[at], skeleton.tail[at]
-            found[at] = starts[k] + into, starts[last] + length
-    return found
