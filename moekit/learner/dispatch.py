@@ -110,13 +110,10 @@ class Uneven(Plan):
     got: list[int] = field(default_factory=list)
 
 
-class AllToAll:
+class AllToAll(Transport):
     """The synchronized path's transport: exactly the rows that there are, in the order of experts."""
 
     name, borrowed = "all_to_all", False
-
-    def __init__(self, ep: World):
-        self.ep = ep
 
     def targets(self, plan: Uneven, parts: list[Tensor]) -> list[Tensor]:
         """Room for this rank's rows."""
@@ -133,9 +130,6 @@ class AllToAll:
         """The way back."""
         out = rows_RD.new_empty(sum(plan.send), rows_RD.shape[1])
         return self.ep.all_to_all(rows_RD.contiguous(), out, plan.got, plan.send)
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class SyncDispatcher(ExpertParallel):
@@ -181,7 +175,7 @@ def make_dispatcher(config: LearnerConfig, ep: World, experts: int) -> Dispatche
         ConfigError, BackendError: a transport that cannot work here.
     """
     from .rowwise import RowwiseDispatcher
-    from .transport import one_host
+    from .transport import one_host, places
 
     if ep.size == 1:
         return LocalDispatcher()
@@ -189,7 +183,7 @@ def make_dispatcher(config: LearnerConfig, ep: World, experts: int) -> Dispatche
         return SyncDispatcher(ep, experts)
     name, why = str(config.transport), "as configured"
     if name == "auto":
-        near, cuda = one_host(ep), ep.device.type == "cuda"
+        near, cuda = one_host(places(ep)), ep.device.type == "cuda"
         name = ("symmetric" if cuda else "shared_memory") if near else "padded"
         why = f"{'CUDA' if cuda else 'CPU'} ranks on {'one host' if near else 'several hosts, or without /dev/shm'}"
     dispatcher = RowwiseDispatcher(ep, experts, name, config.capacity)

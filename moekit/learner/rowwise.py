@@ -12,7 +12,6 @@ choices, R rows of a rank's buffer, E experts, e experts held by a rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,31 +23,20 @@ from .mesh import World
 from .transport import TRANSPORTS, Buffered, Padded
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Where rows stand at every destination, before anything is dropped: [W destination, e local expert, W source]."""
+def bounds(count_WE: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rows start and end in every buffer, before any is dropped: [W destination, e local expert, W source].
 
-    start: Tensor
-    end: Tensor
+    Args:
+        count_WE: rows that each source has for each expert.
 
-    @property
-    def requested_W(self) -> Tensor:
-        """Rows that want to come to each rank."""
-        return self.end[:, -1, -1]
-
-
-def bounds(count_WE: Tensor) -> Bounds:
-    """Lay out every rank's buffer from the rows that each source has for each expert.
-
-    >>> b = bounds(torch.tensor([[1, 2], [3, 4]]))      # one expert a rank: 1 + 3 rows to rank 0, 2 + 4 to rank 1
-    >>> b.start.tolist(), b.requested_W.tolist()
-    ([[[0, 1]], [[0, 2]]], [4, 6])
+    >>> start_WeW, end_WeW = bounds(torch.tensor([[1, 2], [3, 4]]))  # one expert a rank: 1 + 3 rows for rank 0
+    >>> start_WeW.tolist(), end_WeW.tolist()
+    ([[[0, 1]], [[0, 2]]], [[[1, 4]], [[2, 6]]])
     """
     ranks, experts = count_WE.shape
-    held = experts // ranks
-    count_WeW = count_WE.view(ranks, ranks, held).permute(1, 2, 0)
-    end = count_WeW.reshape(ranks, -1).cumsum(1).view(ranks, held, ranks)
-    return Bounds(end - count_WeW, end)
+    count_WeW = count_WE.view(ranks, ranks, experts // ranks).permute(1, 2, 0)
+    end_WeW = count_WeW.reshape(ranks, -1).cumsum(1).view(count_WeW.shape)
+    return end_WeW - count_WeW, end_WeW
 
 
 class RowwiseDispatcher(ExpertParallel):
@@ -99,16 +87,16 @@ class RowwiseDispatcher(ExpertParallel):
         held = self.experts // ranks
         rows = ops.sort_rows(expert_PK, self.experts)
         gathered = rows.count_E.new_empty(ranks * self.experts)
-        count_WE = self.ep.all_gather(gathered, rows.count_E, "metadata").view(ranks, self.experts)
-        b = bounds(count_WE)
-        use = b.requested_W.max().double() / room
+        gathered = self.ep.all_gather(gathered, rows.count_E, "metadata")
+        start_WeW, end_WeW = bounds(gathered.view(ranks, self.experts))
+        use = end_WeW[:, -1, -1].max().double() / room
         self._use = use if self._use is None else torch.maximum(self._use, use)
 
         expert_S, position_S = expert_PK.reshape(-1), inverse(rows.slot_R)
         first_E, home_S = rows.offset_E - rows.count_E, expert_S // held
-        row_S = b.start[:, :, rank].reshape(-1)[expert_S] + position_S - first_E[expert_S]
+        row_S = start_WeW[:, :, rank].reshape(-1)[expert_S] + position_S - first_E[expert_S]
         kept_S = row_S < room
-        start, end = (t[rank].clamp(max=room) for t in (b.start, b.end))  # of this rank's buffer, after dropping
+        start, end = (t[rank].clamp(max=room) for t in (start_WeW, end_WeW))  # this rank's buffer, after dropping
         plan = Buffered(
             index_KP=expert_PK,
             offset_E=end[:, -1].contiguous(),
@@ -124,7 +112,7 @@ class RowwiseDispatcher(ExpertParallel):
             index_S = torch.where(kept_S, home_S * plan.block + lane_S, nowhere)
             at_R = torch.arange(room, device=expert_S.device)
             bucket_R = torch.searchsorted(end.reshape(-1), at_R, right=True).clamp(max=held * ranks - 1)
-            count_eW = b.end[rank] - b.start[rank]
+            count_eW = end_WeW[rank] - start_WeW[rank]
             before_eW = count_eW.cumsum(0) - count_eW  # rows from the same source for earlier experts
             lane_R = at_R + (before_eW - start).reshape(-1)[bucket_R]
             plan.at_R = torch.where(at_R < end[-1, -1], bucket_R % ranks * plan.block + lane_R, nowhere)

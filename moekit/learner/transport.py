@@ -15,9 +15,10 @@ import mmap
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,27 +54,27 @@ class Buffered(Plan):
     served: Any = 0
 
 
-class Transport(Protocol):
-    """What moves rows. Every rank calls the same methods in the same order; they are collective."""
+class Transport:
+    """What moves rows. Every rank calls the same methods in the same order; all are collective.
 
-    name: str
-    borrowed: bool  # what `give_back` returns is overwritten soon, or larger than the rows that were asked for
+    `targets(plan, parts)`: memory to write rows into, at `plan.index_KP`: for each part a piece as wide, of its dtype.
+    `deliver(plan, targets, keep)`: brings what was written to the experts' ranks; returns what arrived here, a piece
+    for each target. `keep` = it must outlive the next call.
+    `give_back(plan, rows_RD)`: brings rows home that were made of arrived ones; each stands at its `plan.index_KP`
+    again, and where dropped ones look there is zero.
+    """
 
-    def targets(self, plan: Any, parts: list[Tensor]) -> list[Tensor]:
-        """Memory to write rows into, at `plan.index_KP`: one piece for each part, as wide and of its dtype."""
-        ...
+    name = ""
+    borrowed = True  # what `give_back` returns is overwritten soon, or larger than the rows that were asked for
+    targets: Callable[[Any, list[Tensor]], list[Tensor]]
+    deliver: Callable[[Any, list[Tensor], bool], list[Tensor]]
+    give_back: Callable[[Any, Tensor], Tensor]
 
-    def deliver(self, plan: Any, targets: list[Tensor], keep: bool) -> list[Tensor]:
-        """Bring what was written to the experts' ranks; what arrived here. `keep` = it must outlive the next call."""
-        ...
-
-    def give_back(self, plan: Any, rows_RD: Tensor) -> Tensor:
-        """Bring rows home that were made from arrived rows; each stands at its `plan.index_KP`, dropped ones as 0."""
-        ...
+    def __init__(self, ep: World):
+        self.ep = ep
 
     def close(self) -> None:
         """Free what is held."""
-        ...
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -155,9 +156,8 @@ def places(ep: World) -> list[str]:
     return ep.gather(f"{host}/{FOLDER.stat().st_dev}" if FOLDER.is_dir() else f"{host}/no {FOLDER}")
 
 
-def one_host(ep: World) -> bool:
-    """Whether all ranks can share memory by way of `FOLDER`. Collective."""
-    found = places(ep)
+def one_host(found: list[str]) -> bool:
+    """Whether ranks at these `places` can share memory by way of `FOLDER`."""
     return len(set(found)) == 1 and f"no {FOLDER}" not in found[0]
 
 
@@ -198,21 +198,18 @@ def map_segment(ep: World, size: int) -> Tensor:
 
 
 def _bytes(rows: int, parts: list[Tensor]) -> int:
-    """What `_carve` takes."""
+    """What `_carve` takes: every piece starts at a multiple of ALIGN."""
     return sum(-(-rows * p.shape[1] * p.element_size() // ALIGN) * ALIGN for p in parts)
 
 
 def _carve(memory: Tensor, rows: int, parts: list[Tensor]) -> list[Tensor]:
-    """Pieces [rows, width] of uint8 memory for every part, each aligned."""
-    out = []
-    for p in parts:
-        size = rows * p.shape[1] * p.element_size()
-        out.append(memory[:size].view(p.dtype).view(rows, p.shape[1]))
-        memory = memory[-(-size // ALIGN) * ALIGN :]
-    return out
+    """Pieces [rows, width] of uint8 memory, one for each part."""
+    starts = [_bytes(rows, parts[:i]) for i in range(len(parts))]
+    ends = [a + rows * p.shape[1] * p.element_size() for a, p in zip(starts, parts)]
+    return [memory[a:z].view(p.dtype).view(rows, p.shape[1]) for a, z, p in zip(starts, ends, parts)]
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """One-sided writes and reads in memory that the processes of a host share; no collective carries rows.
 
     A segment holds two windows, used in turn; a window has a buffer of `room` rows and a trash row for every rank. To
@@ -227,18 +224,18 @@ class SharedMemory:
         ConfigError: ranks of several hosts, or no shared memory here.
     """
 
-    name, borrowed = "shared_memory", True
+    name = "shared_memory"
 
     def __init__(self, ep: World):
+        super().__init__(ep)
         if ep.device.type != "cpu":
             raise ConfigError(f"transport='shared_memory' is for CPU processes, not {ep.device}; use 'padded'")
-        if not one_host(ep):
+        if not one_host(found := places(ep)):
             raise ConfigError(
                 f"transport='shared_memory' needs all {ep.size} expert-parallel ranks on one host with {FOLDER}; "
-                f"they are on {sorted(set(places(ep)))}; set transport='padded'"
+                f"they are on {sorted(set(found))}; set transport='padded'"
             )
-        self.ep, self.turn = ep, 0
-        self.memory: Tensor | None = None  # uint8
+        self.memory, self.turn = None, 0  # uint8
 
     def _window(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
         """[W * (room + 1), width] for every part, in the window that is next."""
@@ -292,17 +289,14 @@ class SharedMemory:
 # ---------------------------------------------------------------------- anywhere
 
 
-class Padded:
+class Padded(Transport):
     """Equal-split all-to-all: every rank sends every other a block of `plan.block` rows, mostly padding.
 
     A block is as tall as what one rank can have kept at one other, min(room, K * largest P): no count is read. The
     padding is sent, so the wire counts it.
     """
 
-    name, borrowed = "padded", True
-
-    def __init__(self, ep: World):
-        self.ep = ep
+    name = "padded"
 
     def targets(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
         """W blocks and a last row for what is not sent."""
@@ -323,9 +317,6 @@ class Padded:
         """Own rows in the blocks that they were sent in."""
         (target,) = self.targets(plan, [rows_RD])
         return self._swap(target.index_copy_(0, plan.at_R, rows_RD), "rows")
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 # ---------------------------------------------------------------------- GPUs of one host
@@ -350,8 +341,9 @@ class Symmetric(Padded):
                 "use 'shared_memory' between processes of a host, or 'padded'"
             )
         super().__init__(ep)
-        self.turn, self.half, self.handle = 0, 0, None
-        self.memory: Tensor | None = None
+        self.memory: Any = None
+        self.handle: Any = None
+        self.turn = self.half = 0
 
     def targets(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
         """Pieces of the next window of this rank's symmetric memory."""
@@ -361,27 +353,19 @@ class Symmetric(Padded):
         if _bytes(rows, parts) > self.half:
             self.half = _bytes(rows, parts)
             self.memory = symmetric.empty(2 * self.half, dtype=torch.uint8, device=parts[0].device)
-            self.handle = symmetric.rendezvous(self.memory, self.ep.group)  # pyright: ignore[reportArgumentType]
+            self.handle = symmetric.rendezvous(self.memory, self.ep.group)  # pyright: ignore
         self.turn = 1 - self.turn
-        return _carve(self.memory[self.turn * self.half :], rows, parts)  # pyright: ignore[reportOptionalSubscript]
-
-    def deliver(self, plan: Buffered, targets: list[Tensor], keep: bool) -> list[Tensor]:
-        """As `Padded.deliver`, one barrier for all parts."""
-        self.handle.barrier()  # pyright: ignore[reportOptionalMemberAccess]
-        return [self._pull(t, kind).index_select(0, plan.at_R) for kind, t in zip(KINDS, targets)]
+        return _carve(self.memory[self.turn * self.half :], rows, parts)
 
     def _swap(self, target: Tensor, kind: str) -> Tensor:
-        self.handle.barrier()  # pyright: ignore[reportOptionalMemberAccess]
-        return self._pull(target, kind)
-
-    def _pull(self, target: Tensor, kind: str) -> Tensor:
         """The block for this rank from everybody's target."""
         out, size = torch.empty_like(target), self.ep.size
-        block, mine = target.shape[0] // size, self.ep.rank
-        at = target.storage_offset() + mine * block * target.shape[1]
-        for w, into in enumerate(out[:-1].view(size, block, -1)):
-            into.copy_(self.handle.get_buffer(w, tuple(into.shape), target.dtype, at))  # pyright: ignore
-        self.ep.wire.add(kind, (size - 1) * block * target.shape[1] * target.element_size())
+        block, width = target.shape[0] // size, target.shape[1]
+        at = target.storage_offset() + self.ep.rank * block * width
+        self.handle.barrier()
+        for w, into in enumerate(out[:-1].view(size, block, width)):
+            into.copy_(self.handle.get_buffer(w, (block, width), target.dtype, at))
+        self.ep.wire.add(kind, (size - 1) * block * width * target.element_size())
         out[-1].zero_()
         return out
 
