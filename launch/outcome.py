@@ -88,7 +88,7 @@ def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     ranks, pids = folder / "ranks", state["pids"]["ranks"]
     world, now = len(pids), time.time()
     said = [read_json(ranks / f"rank_{rank}.json") or {} for rank in range(world)]
-    word, over = slurm.status(folder)
+    job, (word, over) = slurm.job_id(folder), slurm.status(folder)
     here = [one for one in said if one and one["host"] == host_id()]
     state["pids"]["ranks"] = [one.get("pid") for one in said]
     state["stamps"] = {str(one["pid"]): one["stamp"] for one in here}
@@ -108,12 +108,14 @@ def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
         if failed is not None:
             ends |= failure(folder, world, failed)
         if word:
-            ends["reason"] += f" (Slurm job {slurm.job_id(folder)}: {word})"
+            ends["reason"] += f" (Slurm job {job}: {word})"
             ends["state"] = "stopped" if word == "CANCELLED" else "failed"
     else:
-        waits = f"waits for Slurm job {slurm.job_id(folder)} ({word or 'no news'})" if slurm.job_id(folder) else ""
-        running = "starting" not in phases
-        return state | {"state": "running" if running else "starting", "reason": "" if any(said) else waits}
+        waits = f"`bash {folder}/node.sh HOST:PORT` on every node"
+        if state["backend"] == "slurm":
+            waits = f"Slurm job {job} ({word or 'no news'})" if job else f"`sbatch {folder}/job.sbatch`"
+        running = "running" if "starting" not in phases else "starting"
+        return state | {"state": running, "reason": "" if any(said) else f"waits for {waits}"}
     state |= ends | {"ended": max((one["time"] for one in said if one), default=now)}
     with suppress(OSError):
         write_json(folder / "state.json", state)

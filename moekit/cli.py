@@ -47,6 +47,7 @@ examples:
   moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
   moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first --steps 200 --resume
   moekit sft --model tiny --tokenizer path/to/tokenizer --data chats.jsonl --steps 20     a small random model
+  moekit sft --model path/to/olmoe --data chats.jsonl --backend slurm --nodes 2 --nproc 4 --slurm partition=gpu
 
 Everything about the run is in its folder: metrics.jsonl, logs/, checkpoints/, export/ (a Hugging Face folder),
 card.html (what a comparison must state). `moekit report RUN` draws it; moekit.open_run(RUN) reads it in a notebook.
@@ -127,6 +128,11 @@ def _sft_options(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("run")
     g.add_argument("--out", help="run folder (default: a new one under runs/)")
     g.add_argument("--nproc", type=int, default=1, help="processes, one GPU each where there are GPUs")
+    g.add_argument("--backend", choices=("local", "torchrun", "slurm"), default="local",
+                   help="who starts the processes: moekit on this machine, you on each machine, or Slurm")  # fmt: skip
+    g.add_argument("--nodes", type=int, default=1, help="machines with --nproc processes each, for the other backends")
+    g.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE",
+                   help="an option of sbatch, as partition=gpu or exclusive; may be given several times")  # fmt: skip
     g.add_argument("--threads", type=int, help="CPU threads of a process (default: cores / nproc)")
     g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     g.add_argument("--detach", action="store_true", help="start and return; the job outlives this shell")
@@ -234,11 +240,20 @@ def _sft(o: argparse.Namespace) -> int:
         save_every=o.save_every, keep_checkpoints=o.keep_checkpoints, export=not o.no_export,
         overwrite=o.overwrite, resume=o.resume,
     )  # fmt: skip
-    from .recipes.job import run_sft, table
+    from .recipes.job import run_rank, run_sft, table
 
-    summary, job = run_sft(config, out=o.out, nproc=o.nproc, threads=o.threads, device=o.device, detach=o.detach)
+    if "TORCHELASTIC_RUN_ID" in os.environ and "MOEKIT_RUN_FOLDER" not in os.environ:  # torchrun ... -m moekit.cli sft
+        summary = run_rank(config, o.out, threads=o.threads, device=o.device)
+        if os.environ["RANK"] == "0":
+            print(table(summary))
+        return 0
+    pairs = [text.partition("=") for text in o.slurm]
+    slurm = {key.replace("-", "_"): {"": not equals, "False": False}.get(value, value) for key, equals, value in pairs}
+    summary, job = run_sft(config, out=o.out, nproc=o.nproc, threads=o.threads, device=o.device, detach=o.detach,
+                           backend=o.backend, nodes=o.nodes, slurm=slurm)  # fmt: skip
     if summary is None:
-        print(f"started {job.folder}; moekit.attach({str(job.folder)!r}) follows, stops or reads it")
+        told = job.reason or f"started {job.folder}"
+        print(f"{told}; moekit.attach({str(job.folder)!r}) follows, stops or reads it")
         return 0
     print(table(summary))
     return 0

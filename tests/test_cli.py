@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -181,6 +182,53 @@ def test_debug_shows_the_traceback(capsys):
     assert main(["generate", "--model", "gone", "--prompt", "x", "--debug"]) == 2
     text = capsys.readouterr().err
     assert "Traceback" in text and "open_model" in text
+
+
+def test_slurm_options_reach_the_batch_script(place, monkeypatch, capsys):
+    """`--backend slurm` writes the script with its directives; without sbatch that is one line with what to do."""
+    words = [*SFT, *SHORT, "--out", "runs/cluster", "--backend", "slurm", "--nodes", "2", "--nproc", "4"]
+    words += ["--slurm", "partition=gpu", "--slurm", "gpus-per-node=4", "--slurm", "exclusive", "--threads", "2"]
+    monkeypatch.setenv("PATH", str(place))
+    assert main(words) == 2
+    (line,) = said(capsys)
+    assert "no `sbatch`" in line and str(place / "runs" / "cluster" / "job.sbatch") in line
+    script = (place / "runs" / "cluster" / "job.sbatch").read_text().splitlines()
+    for option in ("nodes=2", "partition=gpu", "gpus-per-node=4", "exclusive", "cpus-per-task=8"):
+        assert f"#SBATCH --{option}" in script
+    submitted = moekit.attach("runs/cluster")
+    assert (submitted.nproc, submitted.state, submitted.stop()) == (8, "starting", "stopped")
+    capsys.readouterr()
+    assert main([*words, "--overwrite", "--slurm", "submit=False"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"waits for `sbatch {submitted.folder}/job.sbatch`; moekit.attach(")
+    assert moekit.attach("runs/cluster").stop() == "stopped"
+
+
+def test_nodes_without_a_backend_for_them_are_refused(capsys):
+    assert main([*SFT, *SHORT, "--nodes", "2", "--out", "runs/refused"]) == 2
+    assert "backend='slurm'" in said(capsys)[0]
+
+
+@pytest.mark.long
+def test_two_torchrun_agents_train_what_the_launcher_trains(run, place):
+    """`torchrun --nnodes 2 -m moekit.cli sft`: each process is one rank; the very losses of `moekit sft --nproc 2`."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    command = [*torchrun, "-m", "moekit.cli", *SFT, *SHORT, "--out", "runs/by_hand", "--balance", "0.01"]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen([*command, "--threads", "1"], cwd=place, env=env, text=True, stdout=-1, stderr=-1)
+        for _ in range(2)
+    ]
+    told = [agent.communicate(timeout=240) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], told
+    assert sum("supervised_tokens_s" in out for out, _ in told) == 1  # rank 0 alone says how it went
+    mine, other = moekit.open_run("runs/by_hand"), moekit.open_run(run[0])
+    assert mine.card.layout["world"] == 2
+    assert list(mine.metrics["loss/sft"]) == pytest.approx(list(other.metrics["loss/sft"]), rel=1e-6)
 
 
 @pytest.mark.parametrize("words", [[], ["train"], ["sft"], [*SFT, "--rows", "square"], ["sft", "--nproc", "two"]])

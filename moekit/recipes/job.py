@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from .. import errors
 from ..config import SFTConfig
 from ..errors import ConfigError, JobError, MoekitError
 from ..launch.folder import read_json
 from ..launch.job import Job
 from ..launch.submit import submit
-from ..launch.worker import Here
+from ..launch.worker import Here, join
 from ..viz.progress import Progress
 from . import setup
 from .sft import train
@@ -24,7 +26,7 @@ LOOK_S = 0.2
 def run_sft(
     config: SFTConfig, *, out: str | None = None, nproc: int = 1, detach: bool = False, **how: Any
 ) -> tuple[dict[str, Any] | None, Job]:
-    """Submit `train(config)`, follow it, and return (its summary, the job); no summary with `detach`.
+    """Submit `train(config)`, follow it, and return (its summary, the job); only local jobs are followed.
 
     Input that can be seen to be bad is refused before a process starts; where a rank finds it, the folder that was
     made for this run goes again. Interrupting stops the job.
@@ -32,7 +34,7 @@ def run_sft(
     Args:
         config: with `out=None`; the run folder is `out`.
         out: run folder; None = a new one under runs/.
-        how: `threads`, `device`, `malloc`, ...: see `moekit.submit`.
+        detach, how: see `moekit.submit`; a local job without `detach` is followed to its end.
     Raises:
         MoekitError: of the kind that `train` raised, if that was before the first step.
         JobError: the job failed on its way.
@@ -47,7 +49,7 @@ def run_sft(
         folder.rmdir()  # the launcher makes its folder itself
     job = submit(train, replace(config, overwrite=False), nproc=nproc, detach=detach, overwrite=config.overwrite,
                  resume=config.resume, name=folder.resolve().name, runs=folder.resolve().parent, **how)  # fmt: skip
-    if detach:
+    if detach or how.get("backend", "local") != "local":
         return None, job
     try:
         follow(job, config.steps)
@@ -63,6 +65,19 @@ def run_sft(
         if not existed:
             shutil.rmtree(job.folder, ignore_errors=True)  # nothing but the call that could not work
         raise found from error
+
+
+def run_rank(config: SFTConfig, out: str | None = None, **how: Any) -> dict[str, Any]:
+    """`train(config)` as one of the ranks that torchrun started; the summary, the same on every rank.
+
+    Args:
+        config, out: as for `run_sft`; every rank must see the run folder.
+        how: `threads`, `device`, `timeout`: see `moekit.submit`.
+    """
+    join(**how)
+    summary = train(replace(config, out=out))
+    dist.destroy_process_group()
+    return summary
 
 
 def follow(job: Job, steps: int) -> None:

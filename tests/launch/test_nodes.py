@@ -175,6 +175,7 @@ def say(job: moekit.Job, *phases: str, host: str = "far away", ago: float = 0.0)
 def test_the_state_is_what_the_ranks_say(run: moekit.Job) -> None:
     assert run.nproc == 4
     assert say(run, "", "", "", "") == "starting"
+    assert run.reason == f"waits for `bash {run.folder}/node.sh HOST:PORT` on every node"
     assert say(run, "running", "starting", "", "running") == "starting"
     assert say(run, "running", "running", "returned", "running") == "running"
     with pytest.raises(JobError, match="other hosts"):
