@@ -24,13 +24,10 @@ FLOOR = 1e-7  # a smaller 1 - cosine is drawn here: rounding
 
 
 def weight_map(
-    weights: Mapping[str, Any],
-    labels: Sequence[int],
-    *,
-    exact: str = "global_tokens",
+    weights: Mapping[str, Any], labels: Sequence[int], *, exact: str = "global_tokens",
     title: str = "Who is favoured: weight of a label against the exact one",
     subtitle: str = "One column a document, ordered by its labels; 1 = as the exact token mean",
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Weight of each document's labels under each convention, as a multiple of its weight in the exact mean.
 
     Args:
@@ -41,9 +38,9 @@ def weight_map(
     table = {mode: np.asarray(w, dtype=float) for mode, w in weights.items()}
     if exact not in table:
         raise DataError(f"weights have no {exact!r} to compare with; they have {', '.join(table) or 'nothing'}")
-    wrong = [mode for mode, w in table.items() if w.shape != (len(labels),)]
-    if wrong:
-        raise DataError(f"{wrong[0]!r} has weights of shape {table[wrong[0]].shape}, there are {len(labels)} documents")
+    for mode, w in table.items():
+        if w.shape != (len(labels),):
+            raise DataError(f"{mode!r} has weights of shape {w.shape}, there are {len(labels)} documents")
     order = np.argsort(labels, kind="stable")
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.array([np.where(table[exact] > 0, w / table[exact], np.nan)[order] for w in table.values()])
@@ -59,11 +56,9 @@ def weight_map(
 
 
 def across_cuts(
-    readings: Iterable[Any],
-    *,
-    title: str = "The same step, cut differently",
+    readings: Iterable[Any], *, title: str = "The same step, cut differently",
     subtitle: str = "A convention whose line is not flat trains another model on another machine",
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Gradient norm ratio and 1 - cosine of each convention over cuts into ranks x microbatches.
 
     Args: `readings`: of several modes and cuts; cuts are drawn in the order of their first reading.
@@ -105,11 +100,9 @@ def across_cuts(
 
 
 def filter_bias(
-    readings: Mapping[int, Sequence[Any]],
-    *,
-    title: str = "What the filter removes, the loss loses",
+    readings: Mapping[int, Sequence[Any]], *, title: str = "What the filter removes, the loss loses",
     subtitle: str = "Points: measured. Lines: U / (U + removed × (T − 1))",
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Reported over exact loss against removed instances, for `kept_plus_filtered`; one line for each row length.
 
     Args: `readings`: T -> readings with more and more removed instances.
@@ -120,13 +113,12 @@ def filter_bias(
     fig = figure(title, subtitle, height=380, margin={"r": 120})
     labels = []
     for colour, (length, series) in zip(cycle(PALETTE), readings.items()):
-        x = [r.removed for r in series]
+        x, name = [r.removed for r in series], f"T = {length}"
         formula = [r.supervised / (r.supervised + r.removed * (length - 1)) for r in series]
         measured = [r.loss / r.exact_loss for r in series]
-        line = {"color": colour, "width": 2}
-        points = {"mode": "markers", "marker": {"size": 8, "color": colour}, "cliponaxis": False}
-        fig.add_scatter(x=x, y=formula, name=f"T = {length}, formula", mode="lines", line=line)
-        fig.add_scatter(x=x, y=measured, name=f"T = {length}, measured", **points)
+        fig.add_scatter(x=x, y=formula, name=f"{name}, formula", mode="lines", line={"color": colour, "width": 2})
+        fig.add_scatter(x=x, y=measured, name=f"{name}, measured", mode="markers", cliponaxis=False,
+                        marker={"size": 8, "color": colour})  # fmt: skip
         labels.append((measured[-1], f"T = {length}: {measured[-1]:.2f}", colour))
     fig.update_xaxes(title="instances removed", dtick=1)
     fig.update_yaxes(title="reported loss / exact loss", range=[0, 1.06])

@@ -24,12 +24,9 @@ HEADS = ((0.0, "gradient norm", "over the exact norm"), (0.47, "1 − cosine", "
 
 
 def side_by_side(
-    readings: Mapping[str, Any] | Iterable[Any],
-    *,
-    title: str = "One batch, every denominator",
-    subtitle: str = "",
+    readings: Mapping[str, Any] | Iterable[Any], *, title: str = "One batch, every denominator", subtitle: str = "",
     norm_range: tuple[float, float] | None = None,
-) -> Figure:
+) -> Figure:  # fmt: skip
     """Norm ratio, 1 - cosine and reported loss of each convention against the exact gradient.
 
     Args:
@@ -135,21 +132,20 @@ class Lab:
                 raise DataError(f"the lab has no control {name!r}; it has {', '.join(self.controls)}")
             if value not in self.controls[name]:
                 raise DataError(f"{name}={value!r} is not one of {', '.join(map(repr, self.controls[name]))}")
+        if setting.items() <= self.value.items():
+            return self  # a slider that was moved to where the lab is
         self.value.update(setting)
         for name in setting.keys() & self.sliders.keys():
             self.sliders[name].value = setting[name]
         if self._handle is not None:
-            self._redraw()
+            now = self.figure
+            if self._widget is not None:
+                with self._widget.batch_update():
+                    for drawn, new in zip(self._widget.data, now.data):
+                        drawn.update(new.to_plotly_json(), overwrite=True)
+                    self._widget.layout.update(now.layout.to_plotly_json(), overwrite=True)
+            put(self._handle, self._twin(now))
         return self
-
-    def _redraw(self) -> None:
-        now = self.figure
-        if self._widget is not None:
-            with self._widget.batch_update():
-                for drawn, new in zip(self._widget.data, now.data):
-                    drawn.update(new.to_plotly_json(), overwrite=True)
-                self._widget.layout.update(now.layout.to_plotly_json(), overwrite=True)
-        put(self._handle, self._twin(now))
 
     def _twin(self, fig: Figure) -> dict[str, Any]:
         """The static twin: folded away below the widget, and what a saved notebook has of the last setting."""
@@ -164,38 +160,28 @@ class Lab:
 
         now = self.figure
         try:
-            display(self._controls(now))
+            widgets = need("ipywidgets", "the sliders of the denominator lab")
+            self._widget = need("plotly.graph_objects", "the denominator lab").FigureWidget(now)
+            look = {"style": {"description_width": "120px"}, "layout": {"width": "420px"}, "continuous_update": False}
+            for name, options in self.controls.items():
+                words = name.replace("_", " ")
+                slider = widgets.SelectionSlider(options=options, value=self.value[name], description=words, **look)
+                slider.observe(lambda change, name=name: self.set(**{name: change["new"]}), names="value")
+                self.sliders[name] = slider
+            moving = [s for name, s in self.sliders.items() if len(self.controls[name]) > 1]
+            display(widgets.VBox([*moving, self._widget]))
         except (BackendError, ImportError) as error:
             print(f"no sliders here ({error}); move the lab with .set({', '.join(f'{n}=...' for n in self.controls)})")
         self._handle = put(None, self._twin(now))
-
-    def _controls(self, now: Figure) -> Any:
-        widgets = need("ipywidgets", "the sliders of the denominator lab")
-        self._widget = need("plotly.graph_objects", "the denominator lab").FigureWidget(now)
-        look = {"style": {"description_width": "120px"}, "layout": {"width": "420px"}, "continuous_update": False}
-        for name, options in self.controls.items():
-            words = name.replace("_", " ")
-            slider = widgets.SelectionSlider(options=options, value=self.value[name], description=words, **look)
-            slider.observe(lambda change, name=name: self._moved(name, change["new"]), names="value")
-            self.sliders[name] = slider
-        return widgets.VBox([*(s for n, s in self.sliders.items() if len(self.controls[n]) > 1), self._widget])
-
-    def _moved(self, name: str, value: Any) -> None:
-        if self.value[name] != value:
-            self.set(**{name: value})
 
     def __repr__(self) -> str:
         return tables.text(self.figure)
 
 
 def lab(
-    measure: Callable[..., Any],
-    *,
-    modes: Sequence[str] = MODES,
-    ranks: Sequence[int] = (1, 2, 4),
-    microbatches: Sequence[int] = (1, 2, 4),
-    **controls: Sequence[Any],
-) -> Lab:
+    measure: Callable[..., Any], *, modes: Sequence[str] = MODES, ranks: Sequence[int] = (1, 2, 4),
+    microbatches: Sequence[int] = (1, 2, 4), **controls: Sequence[Any],
+) -> Lab:  # fmt: skip
     """The denominator lab in a cell: sliders for how the step is cut, and the side-by-side figure that follows them.
 
     Args:
@@ -204,8 +190,8 @@ def lab(
         modes: conventions to draw.
         ranks, microbatches: the values to offer.
         controls: further keyword arguments of `measure`, with the values to offer.
-    Returns: Lab; it displays itself as the last value of a cell. Below sliders and figure its static twin is folded
-        away, so that a saved notebook keeps the last setting.
+    Returns: Lab, the last value of a cell. Its static twin is folded away below, so that a saved notebook keeps the
+        last setting.
     """
     return Lab(measure, modes, {"ranks": ranks, "microbatches": microbatches, **controls})
 
@@ -217,8 +203,7 @@ def _table(readings: Mapping[str, Any] | Iterable[Any]) -> dict[str, dict[str, f
     out = {}
     for mode, reading in pairs:
         row = {key: get(reading, key) for key in ("loss", "norm_ratio", "cosine")}
-        missing = [key for key in ("norm_ratio", "cosine") if row[key] is None]
-        if missing:
+        if missing := [key for key in ("norm_ratio", "cosine") if row[key] is None]:
             raise DataError(f"the reading of {mode!r} has no {' and no '.join(missing)}")
         out[mode] = {key: math.nan if value is None else float(value) for key, value in row.items()}
     if not out:

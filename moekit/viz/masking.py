@@ -1,7 +1,5 @@
 """What masking costs: routed work split by the class of the position it was done for.
 
-Axis letters: C classes.
-
 Supervised rows are the work that was asked for; context, filtered and padding rows are what it took. Everything is
 given per supervised token, so that rows of different kinds and elisions can be laid side by side.
 """
@@ -69,25 +67,20 @@ def per_supervised(source: Any) -> dict[str, float]:
     >>> per_supervised({"rows/supervised": [8, 8], "rows/context": [24, 8], "tokens/supervised": [4, 4]})["rows"]
     6.0
     """
-    found = columns(source)
-    tokens = float(np.nansum(found.get("tokens/supervised", np.zeros(1))))
+    found = {name: float(np.nansum(values)) for name, values in columns(source).items()}
+    tokens = found.get("tokens/supervised", 0.0)
     if tokens <= 0:
         raise DataError("no supervised tokens were counted (tokens/supervised), so nothing can be given per such token")
-    _, rows = by_class(found)
-    out = {f"rows/{name}": float(values.sum()) / tokens for name, values in rows.items()}
-    out["rows"] = sum(out.values())
-    for name, metric in (("seconds", "time/step_s"), ("bytes", "memory/saved_bytes")):
-        if metric in found:
-            out[name] = float(np.nansum(found[metric])) / tokens
-    return out
+    out = {f"rows/{name}": float(values.sum()) / tokens for name, values in by_class(source)[1].items()}
+    also = {"seconds": "time/step_s", "bytes": "memory/saved_bytes"}
+    return {**out, "rows": sum(out.values()), **{n: found[m] / tokens for n, m in also.items() if m in found}}
 
 
 def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one supervised token costs") -> Figure:
     """Rows, saved bytes and seconds per supervised token, one line for each configuration.
 
-    Args: `configurations`: name -> a Run, run folder, table of metrics, or a result of `per_supervised`.
-
-    A panel is drawn for bytes and for seconds when at least one configuration recorded them.
+    Args: `configurations`: name -> a Run, run folder, table of metrics, or a result of `per_supervised`. Bytes and
+        seconds have a panel when at least one recorded them.
     """
     given = lambda c: isinstance(c, Mapping) and "rows" in c
     costs = {name: dict(c) if given(c) else per_supervised(c) for name, c in configurations.items()}
@@ -151,9 +144,8 @@ def two_rates(
     fig = figure(title, how, height=440, margin={"r": 176, "l": 84, "t": 96}, hovermode="closest")
     for slope in _slopes([x / y for x, y in rates.values()]):
         x = min(high_x, slope * high_y)
-        fig.add_shape(
-            type="line", x0=0, y0=0, x1=x, y1=x / slope, line={"color": theme.GRID, "width": 1}, layer="below"
-        )
+        line = {"color": theme.GRID, "width": 1}
+        fig.add_shape(type="line", x0=0, y0=0, x1=x, y1=x / slope, line=line, layer="below")
         stand, shift = ("center bottom", (0, 0)) if x < high_x else ("left middle", (6, 0))
         note(fig, f"{slope:g} rows each", x, x / slope, axes=("x", "y"), stand=stand, shift=shift, colour=MUTED,
              size=SIZE["tick"])  # fmt: skip

@@ -1,10 +1,9 @@
 """Rows as coloured tokens: see what is trained on before training.
 
-Axis letters: B rows, T positions in a row.
-
 The classes are those that every counter of the kit uses, by the position that predicts: position t predicts token
-t + 1 of its document, so the last token of a prompt is supervised (it predicts the first token of the answer) and the
-last token of a document is not.
+t + 1 of its document, so the last token of a prompt is supervised and the last token of a document is not.
+
+Axis letters: B rows, T positions in a row.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,7 @@ MEANING = (
 )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Neighbouring positions of one row with the same document and class."""
 
     kind: str  # class
@@ -38,8 +36,7 @@ class Piece:
     tokens: tuple[tuple[str, str], ...]  # text, and position, id and target in words
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A drawn row: its pieces, what there is to say about it, and how many positions are not drawn."""
 
     pieces: tuple[Piece, ...]
@@ -49,21 +46,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Shown:
-    """A drawn batch: HTML in a notebook, text elsewhere.
+    """A drawn batch: HTML in a notebook, text elsewhere."""
 
-    Attributes:
-        counts: positions of each class, over all chosen rows (also those that are not drawn).
-        documents: documents in the chosen rows.
-        misplaced: supervised positions whose label is not the next token of their document.
-        rows: the drawn rows.
-        drawn, warning: what is said above them.
-    """
-
-    counts: dict[str, int]
-    documents: int
-    misplaced: int
-    rows: dict[int, Row]
-    drawn: str
+    counts: dict[str, int]  # positions of each class, over all chosen rows (also those that are not drawn)
+    documents: int  # in the chosen rows
+    misplaced: int  # supervised positions whose label is not the next token of their document
+    rows: dict[int, Row]  # the drawn rows
+    drawn: str  # what is said above them
     warning: str
 
     @property
@@ -158,8 +147,8 @@ def _pieces(row: Sequence[np.ndarray], text: Callable[[int], str], most: int) ->
         if kind == "padding":
             out.append(Piece(kind, "", f"padding ×{end - start}", ()))
         elif start < most:
-            opens = f"{here}" + (f" ↳ {above}" if above >= 0 else "") + (" …" if here in seen else "")
-            title = f"document {here}" + (f", continues the prompt of document {above}" if above >= 0 else "")
+            mark, words = (f" ↳ {above}", f", continues the prompt of document {above}") if above >= 0 else ("", "")
+            opens, title = f"{here}{mark}{' …' * (here in seen)}", f"document {here}{words}"
             tokens = tuple(
                 (text(int(ids[t])), f"{t}: {ids[t]}" + (f" → {target[t]}" if target[t] >= 0 else ""))
                 for t in range(start, min(end, most))
