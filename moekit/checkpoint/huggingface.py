@@ -125,7 +125,7 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
             for name in names:
                 piece = plan[name]
                 if piece.parameter in parameters:
-                    held, at = parameters[piece.parameter], _first(model, parameters[piece.parameter])
+                    held, at = parameters[piece.parameter], first(model, parameters[piece.parameter])
                     low, high = max(piece.start, at), min(piece.stop, at + held.numel())
                     row = math.prod(piece.shape[1:])  # a slice of experts is cut along the first axis
                     if low < high:
@@ -209,7 +209,7 @@ def _plan(config: ModelConfig, family: Family, stored: dict[str, Stored]) -> dic
     return plan
 
 
-def _first(model: Any, parameter: Tensor) -> int:
+def first(model: Any, parameter: Tensor) -> int:
     """Where what `model` holds of a parameter begins in the whole one, seen flat: parts hold a slice of the experts."""
     return model.part.experts[0] * parameter[0].numel() if parameter.ndim == 3 and hasattr(model, "part") else 0
 

@@ -34,7 +34,7 @@ from .pipeline import Pipeline
 from .stages import part_of
 
 if TYPE_CHECKING:
-    from ..checkpoint.save import Saving
+    from ..checkpoint.write import Saving
     from ..model.transformer import Transformer
 
 

@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.intervals import Piece
+from ..checkpoint.load import open_checkpoint
+from ..checkpoint.write import Saving, save_state
 from ..errors import CheckpointError
-
-try:  # INTERIM
-    from ..checkpoint.save import Saving, open_checkpoint, save_state
-except ImportError:
-    from ..checkpoint.save import open_state, write_state
-
-    save_state = None
+from ..model.transformer import Transformer
 
 if TYPE_CHECKING:
     from .learner import Learner
@@ -106,13 +102,6 @@ def save(learner: Learner, folder: str | Path, extra: dict[str, Any] | None, *, 
         "random": randoms,
         "extra": extra or {},
     }
-    if save_state is None:  # INTERIM
-        tensors = {f"{n}.{k}": t for k in entries if k != "buffer" for n, t in gathered(learner, k).items()}
-        tensors |= {n: b for n, b in learner._buffers().items()}
-        if world.rank == 0:
-            write_state(folder, tensors, manifest, overwrite=overwrite)
-        world.barrier()
-        return folder
     token = world.gather(uuid.uuid4().hex)[0]
     saving, problem = None, None
     try:
@@ -139,17 +128,6 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: broken files, parameters missing or unknown, a checkpoint of another model shape.
     """
-    if save_state is None:  # INTERIM
-        with open_state(folder) as (manifest, read):
-            for kind, pieces in learner.optimizer.wanted(manifest["updates"]).items():
-                for piece, out in pieces:
-                    out.copy_(read(f"{piece.name}.{kind}").view(-1)[piece.start : piece.stop])
-            for n, b in learner._buffers().items():
-                b.copy_(read(n))
-            learner.optimizer.refresh()
-            _set_random_state(manifest["random"][learner.world.rank])
-            learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
-            return manifest["extra"]
     with open_checkpoint(folder) as there:
         manifest = there.manifest
         theirs, ours = manifest["model"], _plain(learner.model.config.to_dict())
@@ -158,9 +136,10 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
             raise CheckpointError(f"{folder} is of another model: {', '.join(differ)}")
         wanted = learner.optimizer.wanted(manifest["updates"])
         wanted["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()]
-        for kind, pieces in wanted.items():
-            for piece, out in pieces:
-                there.read_into(kind, piece, out)
+        whole = Transformer(learner.model.config, device="meta", seed=None)
+        buffers = {n for n, _ in whole.named_buffers()}
+        for kind, targets in wanted.items():
+            there.read(kind, targets, names=buffers if kind == "buffer" else dict(whole.named_parameters()))
         learner.optimizer.refresh()
         if len(manifest["random"]) == learner.world.size:
             _set_random_state(manifest["random"][learner.world.rank])

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..checkpoint import export as _export
 from ..checkpoint import huggingface
+from ..checkpoint.intervals import Piece
+from ..checkpoint.load import open_checkpoint
 from ..checkpoint.names import Naming
+from ..config import ModelConfig
 from ..errors import ConfigError
 from ..model.transformer import Part, Transformer
 
@@ -53,6 +57,37 @@ def load(
         config, dtype=_dtype(dtype) or huggingface.stored_dtype(path), device=device, seed=None, part=part
     )
     huggingface.load_into(model, path, allow_nonfinite=allow_nonfinite)
+    return model
+
+
+def from_checkpoint(
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    *,
+    part: Part | None = None,
+) -> Transformer:
+    """A model with the weights of a learner's checkpoint, whatever layout wrote it: masters, rounded to `dtype`.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: of the parameters; None = what they were trained in.
+        device: where the parameters go; None = CPU.
+        part: the layers and experts that are wanted; only they are read. None = everything.
+    Raises:
+        CheckpointError: not such a folder, a broken file, parameters missing or unknown.
+    """
+    with open_checkpoint(path) as there:
+        shape = ModelConfig.from_dict(there.manifest["model"])
+        wide = _dtype(dtype) or _dtype(there.manifest["dtype"]) or torch.float32
+        model = Transformer(shape, dtype=wide, device=device, seed=None, part=part)
+        whole = Transformer(shape, device="meta", seed=None)
+        for kind, list_of in (("master", nn.Module.named_parameters), ("buffer", nn.Module.named_buffers)):
+            shapes, targets = {n: tuple(t.shape) for n, t in list_of(whole)}, []
+            for name, t in list_of(model):
+                start = huggingface.first(model, t)
+                targets.append((Piece(name, shapes[name], start, start + t.numel()), t.data.view(-1)))
+            there.read(kind, targets, names=shapes, cast=True)
     return model
 
 

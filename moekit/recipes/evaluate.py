@@ -17,22 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.save import MANIFEST, latest, open_state
+from ..checkpoint.save import MANIFEST, latest, read_manifest
 from ..config import ModelConfig
 from ..data.chat import load_tokenizer
 from ..data.pack import Rows
 from ..data.source import as_example, load_examples
 from ..data.tasks import score
 from ..errors import CheckpointError, ConfigError, DataError
-from ..learner.weights import load
+from ..learner.weights import from_checkpoint, load
 from ..model.decode import Cache, decode, prefill
 from ..model.transformer import Transformer
 from .setup import CHECKPOINTS, DTYPES, EXPORT
 
 Told = Callable[[int, int], None]  # told(done, total)
-
-
-# ------------------------------------------------------------------ a model from where it is kept
 
 
 def open_model(
@@ -60,19 +57,9 @@ def open_model(
         folder = found
     if not (folder / MANIFEST).exists():
         return load(folder, dtype=dtype, device=device), load_tokenizer(tokenizer or folder)
-    with open_state(folder) as (manifest, read):
-        shape = ModelConfig.from_dict(manifest["model"])
-        model = Transformer(shape, dtype=DTYPES[dtype or manifest["dtype"]], device=device, seed=None)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(read(f"{name}.master"))
-            for name, buffer in model.named_buffers():
-                buffer.copy_(read(name))
-        config = manifest["extra"].get("config", {})
+    model = from_checkpoint(folder, dtype=dtype, device=device)
+    config = read_manifest(folder)["extra"].get("config", {})
     return model, load_tokenizer(tokenizer or config.get("tokenizer") or config.get("model") or folder)
-
-
-# ------------------------------------------------------------------ generating
 
 
 @dataclass(frozen=True)
@@ -198,9 +185,6 @@ def generate(
     ends = {tokenizer.eos_token_id, model.config.eos_id} - {None}
     found = sample(model, ids, **{"stop_ids": sorted(ends), **how})
     return [tokenizer.decode(f.ids, skip_special_tokens=True) for f in found]
-
-
-# ------------------------------------------------------------------ scoring
 
 
 def read_items(path: str | Path) -> list[dict[str, Any]]:

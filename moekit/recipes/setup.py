@@ -30,7 +30,8 @@ from ..errors import CheckpointError, ConfigError, DataError, RunExistsError, St
 from ..launch.folder import OWNED
 from ..launch.worker import Here
 from ..learner.learner import Learner
-from ..learner.mesh import World
+from ..learner.mesh import World, check_layout, place
+from ..learner.stages import part_of
 from ..learner.weights import load
 from ..model.presets import PRESETS, parameter_counts, preset
 from ..model.transformer import Transformer
@@ -40,12 +41,11 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "export"
 # what may differ when a run is resumed: none of it changes a step that both would take
 FREE = ("steps", "out", "microbatch_rows", "save_every", "keep_checkpoints", "export", "overwrite", "resume")
+LAYOUT = ("ep", "pp", "pipeline", "stages_per_rank", "zero", "reduce", "dispatch", "transport", "capacity",
+          "on_overflow", "recompute")  # of `LearnerConfig`: the same  # fmt: skip
 _MARKS = ("metrics.jsonl", "state.json", "card.json")  # a folder that holds one of them is a run
 
 Value = TypeVar("Value")
-
-
-# ------------------------------------------------------------------ all ranks alike
 
 
 def patient(world: World) -> World:
@@ -85,9 +85,6 @@ def share(world: World, value: Value) -> Value:
     box = [value]
     dist.broadcast_object_list(box, src=0, group=world.group)
     return box[0]
-
-
-# ------------------------------------------------------------------ the run folder
 
 
 def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
@@ -176,9 +173,6 @@ def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
         )
 
 
-# ------------------------------------------------------------------ model and tokenizer
-
-
 def tokenizer_folder(config: SFTConfig) -> str:
     """The folder whose tokenizer the run uses."""
     if config.tokenizer is not None:
@@ -217,27 +211,28 @@ def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
             f"rows of length={config.rows.length} are longer than the {shape.max_positions} positions of the model "
             f"{config.model!r}; set length to at most {shape.max_positions}"
         )
+    check_layout(config.learner, shape, here.world)
     if config.export:
         choose_family(shape)
     check_room(folder, shape, config)
     return folder, shape, tokenizer
 
 
-def make_model(config: SFTConfig, shape: ModelConfig, device: str) -> Transformer:
-    """The weights of the folder, or of a preset drawn from the seed; NaN and infinity are refused."""
-    dtype = DTYPES[config.dtype]
+def make_model(config: SFTConfig, shape: ModelConfig, here: Here) -> Transformer:
+    """This rank's part of the weights of the folder, or of a preset drawn from the seed; NaN and infinity are refused."""
+    dtype, part = DTYPES[config.dtype], part_of(config.learner, shape, *place(config.learner, here.rank, here.world))
     if Path(config.model).is_dir():
-        return load(config.model, dtype=dtype, device=device)
-    return Transformer(shape, dtype=dtype, device=device, seed=config.seed)
-
-
-# ------------------------------------------------------------------ checkpoints
+        return load(config.model, dtype=dtype, device=here.device, part=part)
+    return Transformer(shape, dtype=dtype, device=here.device, seed=config.seed, part=part)
 
 
 def save(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig, done: int) -> None:
-    """Write ``checkpoints/step_<done>``: the learner, the data position and the config. Old ones go."""
+    """Write ``checkpoints/step_<done>``: the learner, the data position and the config. Old ones go.
+
+    It is written behind the next steps; only the last step waits for the disk.
+    """
     extra = {"done": done, "stream": stream.state(), "config": config.to_dict()}
-    learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True)
+    learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True, wait=done == config.steps)
     if learner.world.rank == 0:
         retain(folder / CHECKPOINTS, config.keep_checkpoints)
 
@@ -253,7 +248,12 @@ def restore(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig
     assert found is not None  # run_folder has looked
     extra = read_manifest(found)["extra"]
     saved = SFTConfig.from_dict(extra["config"])
-    old, new = replace(saved, **{name: getattr(config, name) for name in FREE}).to_dict(), config.to_dict()
+    saved = replace(
+        saved,
+        **{name: getattr(config, name) for name in FREE},
+        learner=replace(saved.learner, **{name: getattr(config.learner, name) for name in LAYOUT}),
+    )
+    old, new = saved.to_dict(), config.to_dict()
     told = [f"{name} was {old[name]!r}, is {new[name]!r}" for name in old if old[name] != new[name]]
     if told:
         raise ConfigError(f"resume continues the same run, but {'; '.join(told)}. For other settings start a new run")

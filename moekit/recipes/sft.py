@@ -23,10 +23,11 @@ from ..data.stream import RowStream
 from ..launch.worker import here
 from ..learner.learner import Learner
 from ..learner.mesh import World
-from ..learner.weights import export
+from ..learner.weights import export, from_checkpoint
 from ..measure.card import RunCard, base_checkpoint
 from ..measure.record import RunWriter, open_run
 from ..model.presets import parameter_counts
+from ..model.transformer import Part
 from ..objectives.sft import SFT
 from ..viz.progress import Progress
 from . import setup
@@ -55,7 +56,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
             found = folder, shape, rows
     folder, shape, rows = share(waits, found)
     with together(waits):
-        model = setup.make_model(config, shape, place.device)
+        model = setup.make_model(config, shape, place)
     learner = Learner(model, SFT(config.denominator, config.constant_length), config.learner, world)
     stream = RowStream(rows, config.batch_rows, config.rows.seed, config.rows.shuffle)
     start = 0
@@ -75,7 +76,7 @@ def train(config: SFTConfig) -> dict[str, Any]:
     with writer:
         for step in range(start, config.steps):
             began = time.perf_counter()
-            batches = stream.next(world.rank, world.size, config.microbatch_rows)
+            batches = stream.next(learner.mesh.dp.rank, learner.mesh.dp.size, config.microbatch_rows)
             ready = time.perf_counter() - began
             metrics = learner.step(batches)
             metrics |= {"data/epoch": stream.epoch, "data/row": stream.position, "time/data_s": ready}
@@ -94,6 +95,8 @@ def train(config: SFTConfig) -> dict[str, Any]:
         if world.rank == 0:
             out = folder / EXPORT if config.export else None
             if out is not None:
+                if learner.model.part != Part.whole(shape):  # put together from the checkpoint, on the CPU
+                    model = from_checkpoint(latest(folder / CHECKPOINTS) or folder)
                 export(model, out, setup.tokenizer_folder(config), overwrite=out.exists())
             assert card is not None
             card = card.finish(open_run(folder).metrics)
@@ -109,7 +112,8 @@ def _card(config: SFTConfig, learner: Learner, rows: Rows, folder: Path) -> RunC
         model={"config": learner.model.config.to_dict(), "parameters": parameter_counts(learner.model.config)},
         objective={"name": "sft", "denominator": config.denominator, "constant_length": config.constant_length},
         learner={**config.learner.to_dict(), "dtype": config.dtype},
-        layout={"world": learner.world.size, "dp": learner.world.size, "threads of a rank": torch.get_num_threads()},
+        layout={"world": learner.world.size, "dp": learner.mesh.dp.size, "threads of a rank": torch.get_num_threads(),
+                **{name: getattr(config.learner, name) for name in setup.LAYOUT}},
         batch={"data": config.data, "rows of a step": config.batch_rows, "rows of a microbatch": config.microbatch_rows,
                "rows": config.rows.to_dict(), "fingerprint": rows.fingerprint, "report": rows.report.to_dict()},
     )  # fmt: skip

@@ -2,17 +2,19 @@
 
 import errno
 import json
+import os
 
 import pytest
 import torch
 
-from moekit.checkpoint import save as save_module
-from moekit.checkpoint.save import STATE, latest, retain
+from moekit.checkpoint import files
+from moekit.checkpoint.save import latest, retain
 from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
 from moekit.errors import CheckpointError, StorageError
 from moekit.learner.learner import Learner
 from moekit.learner.mesh import World
+from moekit.learner.optimizer import KINDS
 from moekit.model.transformer import Transformer
 from moekit.objectives.sft import SFT
 
@@ -22,6 +24,10 @@ CONFIG = LearnerConfig(lr=0.01, warmup_steps=3, weight_decay=0.1, router=RouterL
 
 def learner(dtype=torch.float32, config=MODEL):
     return Learner(Transformer(config, dtype=dtype, seed=0), SFT(), CONFIG, World())
+
+
+def state(learner):
+    return {f"{n}.{kind}": t for kind in KINDS for n, t in learner.gathered(kind).items()}
 
 
 def batch(step):
@@ -46,8 +52,8 @@ def test_resume_is_bitwise(tmp_path, dtype):
         assert a["loss/total"] == b["loss/total"] and a["lr"] == b["lr"] and a["step/index"] == b["step/index"]
     for (name, p), q in zip(unbroken.model.named_parameters(), again.model.parameters()):
         assert torch.equal(p, q), name
-    state, other = state(unbroken), state(again)
-    assert state.keys() == other.keys() and all(torch.equal(state[k], other[k]) for k in state)
+    one, other = state(unbroken), state(again)
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
     biases = [m.layers[1].moe.router.selection_bias for m in (unbroken.model, again.model)]
     assert torch.equal(*biases) and biases[0].abs().sum() > 0
 
@@ -56,11 +62,11 @@ def test_a_bf16_parameter_is_its_rounded_master(tmp_path):
     one = learner(torch.bfloat16)
     for step in range(3):
         one.step([batch(step)])
-    state = state(one)
+    held = state(one)
     for name, p in one.model.named_parameters():
-        assert torch.equal(p.detach(), state[f"{name}.master"].bfloat16()), name
-        assert state[f"{name}.exp_avg"].dtype == torch.float32
-    assert any((state[f"{n}.master"] != p.float()).any() for n, p in one.model.named_parameters())
+        assert torch.equal(p.detach(), held[f"{name}.master"].bfloat16()), name
+        assert held[f"{name}.exp_avg"].dtype == torch.float32
+    assert any((held[f"{n}.master"] != p.float()).any() for n, p in one.model.named_parameters())
 
 
 def test_bc_059_the_file_holds_the_moment_of_the_call(tmp_path):
@@ -82,10 +88,11 @@ def test_existing_folder_other_model_and_altered_file_are_refused(tmp_path):
     other = learner(config=ModelConfig(**{**MODEL.to_dict(), "experts": 8}))
     with pytest.raises(CheckpointError, match="experts"):
         other.restore(tmp_path / "c")
-    raw = bytearray((tmp_path / "c" / STATE).read_bytes())
+    file = tmp_path / "c" / "rank_00000.safetensors"
+    raw = bytearray(file.read_bytes())
     raw[-3] ^= 1
-    (tmp_path / "c" / STATE).write_bytes(raw)
-    with pytest.raises(CheckpointError, match="checksum"):
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="rank_00000"):
         one.restore(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         one.restore(tmp_path / "nothing")
@@ -95,13 +102,14 @@ def test_a_failed_save_leaves_the_previous_one_and_nothing_else(tmp_path, monkey
     one = learner()
     one.save(tmp_path / "c", {"n": 1})
 
-    def full(tensors, path):
-        path.write_bytes(b"half")
+    def full(fd, data):
+        os.write(fd, memoryview(data)[:4])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(save_module, "save_file", full)
+    monkeypatch.setattr(files, "push", full)
     with pytest.raises(StorageError, match="disk is full"):
         one.save(tmp_path / "c", {"n": 2}, overwrite=True)
+    monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert json.loads((tmp_path / "c" / "manifest.json").read_text())["extra"] == {"n": 1}
     one.restore(tmp_path / "c")

@@ -32,7 +32,7 @@ def same_run(a: Path, b: Path, done: int) -> None:
     for name in open_run(a).array_names:
         one, two = open_run(a).arrays(name), open_run(b).arrays(name)
         assert (one.steps == two.steps).all() and (one.values == two.values).all(), name
-    state = [load_file(f / "checkpoints" / f"step_{done}" / "state.safetensors") for f in (a, b)]
+    state = [load_file(f / "checkpoints" / f"step_{done}" / "rank_00000.safetensors") for f in (a, b)]
     assert state[0].keys() == state[1].keys() and all(torch.equal(state[0][k], state[1][k]) for k in state[0])
     weights = [(f / "export" / "model.safetensors").read_bytes() for f in (a, b)]
     assert weights[0] == weights[1]
@@ -166,7 +166,7 @@ def test_a_full_disk_at_a_checkpoint_keeps_the_run_resumable(kit, whole, tmp_pat
     """A limit on file sizes stands for the full disk: the second checkpoint cannot be written."""
     folder = tmp_path / "run"
     train(kit.config(folder, steps=3, export=False))
-    size = (folder / "checkpoints" / "step_3" / "state.safetensors").stat().st_size
+    size = (folder / "checkpoints" / "step_3" / "rank_00000.safetensors").stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
     try:
