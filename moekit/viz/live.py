@@ -1,9 +1,8 @@
 """A figure that follows a run while it goes on, and is an ordinary saved figure when it has ended.
 
-A background thread reads what is new in `metrics.jsonl` and redraws, at most ten times a second and only when there
-is something new. While the run goes on the output is a widget. When it ends the same output turns into the figure with
-its static twin, so that a saved notebook shows the result. Without the widget packages the output is a static picture
-that is replaced now and then; it says so.
+A background thread reads what is new in `metrics.jsonl` and redraws, at most ten times a second. While the run goes on
+the output is a widget; when it ends, the figure with its static twin, so that a saved notebook shows the result.
+Without the widget packages it is a static picture that is replaced now and then; it says so.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ def live(job_or_folder: Any, *metrics: Panel, interval: float = 0.5) -> Live:
             busiest expert over the mean. A metric that has not been recorded yet starts when it is.
         interval: seconds between looks, at least 0.1.
     Returns: Live: `figure`, `done`, `wait()`, `close()`.
-    Raises:
-        ConfigError: no such run folder, or an interval that is not positive.
-        BackendError: plotly is missing.
+    Raises ConfigError: no such run folder, or an interval that is not positive; BackendError: plotly is missing.
     """
     if interval <= 0:
         raise ConfigError(f"interval={interval} must be positive seconds")
@@ -55,23 +52,19 @@ class Live:
     """What `live` returns. `figure` is the present figure, `redraws` how often it was drawn."""
 
     def __init__(self, folder: Path, state: Callable[[], str], panels: tuple[Panel, ...], interval: float):
-        self.folder, self.panels, self.interval = folder, panels, interval
-        self.redraws = 0
+        self.folder, self.panels, self.interval, self.redraws = folder, panels, interval, 0
         self.note = ""  # why the figure is static, if it is
         self.error: Exception | None = None
-        self._state = state
+        self._state, self._handle = state, None
         self._data = Follower(folder, {name for panel in panels for name in curves.names(panel)})
-        self._handle: Any = None
         self._stop = threading.Event()
         self.figure: Figure = self._draw(" ")
         if place() == "notebook":
             try:
                 self.figure = need("plotly.graph_objects", "a live figure").FigureWidget(self.figure)
             except ImportError as error:
-                self.note = (
-                    f"a static picture, replaced every {STATIC_S:g} s: the live figure needs anywidget and ipywidgets "
-                    f'({error}); install them with pip install "moekit[notebooks]"'
-                )
+                self.note = f"a static picture, replaced every {STATIC_S:g} s: the live figure needs anywidget and "
+                self.note += f'ipywidgets ({error}); install them with pip install "moekit[notebooks]"'
         self._over = self._look()
         self._thread = threading.Thread(target=self._follow, name=f"live {folder.name}", daemon=True)
         if self._over:

@@ -1,8 +1,7 @@
 """Log panels: text from threads or ranks, each line in the panel that owns it and nowhere else.
 
-A notebook sends everything that is printed to the cell that runs, whichever thread printed it, so capturing standard
-output mixes threads up. A panel captures nothing: it is written to (`print(..., file=panel)`)
-and shows its own lines in its own output.
+A notebook sends what is printed to the cell that runs, whichever thread printed it. A panel captures nothing: it is
+written to (`print(..., file=panel)`) and shows its own lines in its own output.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ LINES = 1000  # kept; older ones are dropped and counted
 class LogPanel:
     """Lines under a title, safe to write to from several threads. Shows itself as the last value of a cell.
 
-    Args:
-        title: said above the lines.
-        height: lines that are visible at once.
-        keep: lines that are kept.
+    Args: `title`: said above the lines. `height`: lines visible at once. `keep`: lines that are kept.
 
     >>> panel = LogPanel("rank 0")
     >>> print("loss", 1.5, file=panel)
@@ -35,13 +31,11 @@ class LogPanel:
     """
 
     def __init__(self, title: str = "log", *, height: int = 8, keep: int = LINES):
-        self.title, self.height = title, height
-        self.dropped = 0
+        self.title, self.height, self.dropped = title, height, 0
         self._lines: deque[str] = deque(maxlen=keep)
         self._open: dict[int, str] = {}  # what each thread has written of a line that it has not ended
         self._lock = threading.Lock()
-        self._handle: Any = None
-        self._last = 0.0
+        self._handle, self._last = None, 0.0
         self._timer: threading.Timer | None = None
 
     @property
@@ -61,8 +55,7 @@ class LogPanel:
                 self.dropped += len(self._lines) == self._lines.maxlen
                 self._lines.append(line.rsplit("\r", 1)[-1])
             if whole and self._handle is not None and self._timer is None:  # shown when an interval has passed
-                wait = max(0.0, self._last + INTERVAL_S - time.monotonic())
-                self._timer = threading.Timer(wait, self.flush)
+                self._timer = threading.Timer(max(0.0, self._last + INTERVAL_S - time.monotonic()), self.flush)
                 self._timer.daemon = True
                 self._timer.start()
         return len(text)
@@ -85,16 +78,14 @@ class LogPanel:
         self.flush()
 
     def _data(self) -> dict[str, str]:
-        html = page("panel.html.jinja", panel=self, text="\n".join(self._lines))
-        return {"text/plain": self._text(), "text/html": html}
-
-    def _text(self) -> str:
-        dropped = [f"... {self.dropped} earlier lines"] if self.dropped else []
-        return "\n".join([self.title, *dropped, *self._lines])
+        text = "\n".join(self._lines)
+        dropped = f"... {self.dropped} earlier lines\n" * bool(self.dropped)
+        plain = f"{self.title}\n{dropped}{text}".strip("\n")
+        return {"text/plain": plain, "text/html": page("panel.html.jinja", panel=self, text=text)}
 
     def __repr__(self) -> str:
         with self._lock:
-            return self._text()
+            return self._data()["text/plain"]
 
     def _ipython_display_(self) -> None:
         if place() != "notebook":
@@ -105,19 +96,16 @@ class LogPanel:
 
 
 def rank_logs(job: Any, ranks: list[int] | None = None) -> RankLogs:
-    """What the ranks of a job print, one panel for each, until the job ends.
+    """What the ranks of a job (a `Job`, or the path of a run folder) print, one panel for each, until the job ends.
 
-    Args:
-        job: a `Job`, or the path of a run folder.
-        ranks: which ones; None = the first eight.
+    Args: `ranks`: which ones; None = the first eight.
     """
     if isinstance(job, (str, Path)):
         from ..launch.job import attach
 
         job = attach(job)
     chosen = range(min(job.nproc, 8)) if ranks is None else ranks
-    wrong = [rank for rank in chosen if not 0 <= rank < job.nproc]
-    if wrong:
+    if wrong := [rank for rank in chosen if not 0 <= rank < job.nproc]:
         raise DataError(f"rank {wrong[0]} is not one of the job's {job.nproc} ranks")
     return RankLogs(job, {rank: LogPanel(f"rank {rank}") for rank in chosen})
 

@@ -33,24 +33,22 @@ def put(handle: Any, data: dict[str, Any]) -> Any:
     """Show a MIME bundle as a new output (handle None) or in the place of an old one; returns the handle."""
     from IPython.display import DisplayHandle
 
-    if handle is not None:
+    if handle is None:
+        handle = DisplayHandle()
+        handle.display(data, raw=True)
+    else:
         handle.update(data, raw=True)
-        return handle
-    handle = DisplayHandle()
-    handle.display(data, raw=True)
     return handle
 
 
 class Progress:
-    """How far a loop is. Use it as a context manager, or call `close` at the end.
+    """How far a loop is: at most 1 + elapsed / interval messages, the last of them exactly the final state.
 
-    The number of messages is at most 1 + elapsed / interval, the last of them the final state, exactly.
+    Use it as a context manager, or call `close` at the end.
 
     Args:
-        total: how many units there are; None = unknown.
-        label: what is counted.
-        mode: "notebook", "terminal", "log", or "auto".
-        interval: seconds between messages, at least.
+        total: how many units there are; None = unknown. label: what is counted.
+        mode: "notebook", "terminal", "log", or "auto". interval: seconds between messages, at least.
         stream: where terminal and log lines go; None = standard output.
         show: takes the text of each message instead of the notebook, the terminal or the stream.
 
@@ -78,12 +76,8 @@ class Progress:
         self._lock = threading.Lock()
 
     def update(self, done: int | None = None, **facts: float | str) -> None:
-        """Record progress, and show it if it is time.
-
-        Args:
-            done: units finished so far; None = one more.
-            facts: what to say beside, such as ``loss=1.25``; later values replace earlier ones.
-        """
+        """Record progress, and show it if it is time: `done` units so far (None = one more), and what to say beside,
+        such as ``loss=1.25``; later values replace earlier ones."""
         with self._lock:
             self.done = self.done + 1 if done is None else done
             self.facts.update(facts)
@@ -106,20 +100,18 @@ class Progress:
         self.close()
 
     def __str__(self) -> str:
-        elapsed = time.monotonic() - self._start
-        count = f"{self.done}/{self.total}" if self.total else str(self.done)
+        elapsed, total = time.monotonic() - self._start, self.total or 0
+        count = f"{self.done}/{total}" if total else str(self.done)
         facts = [f"{k.replace('_', ' ')} {v if isinstance(v, str) else number(v)}" for k, v in self.facts.items()]
-        clock = _clock(elapsed)
-        if self.total and 0 < self.done < self.total:
-            clock = f"{_clock(elapsed * (self.total - self.done) / self.done)} left"
+        going = 0 < self.done < total
+        clock = f"{_clock(elapsed * (total - self.done) / self.done)} left" if going else _clock(elapsed)
         return "  ".join(filter(None, [self.label, count, *facts, clock]))
 
     def _due(self) -> bool:
         """Whether it is time for a message: a log file gets fewer."""
-        since = time.monotonic() - self._last
-        if self.mode != "log" or self._show or since >= LOG_S:
-            return since >= self.interval
-        return since >= self.interval and bool(self.total) and self.done - self._said[0] >= LOG_SHARE * self.total
+        since, new = time.monotonic() - self._last, self.done - self._said[0]
+        often = self.mode != "log" or self._show or since >= LOG_S
+        return since >= self.interval and bool(often or (self.total and new >= LOG_SHARE * self.total))
 
     def _say(self) -> None:
         text = str(self)

@@ -34,12 +34,9 @@ SIDE_BY_SIDE = (
 
 
 def write_report(
-    run_folder: str | Path,
-    *,
-    scores: Mapping[str, tuple[float, float]] | None = None,
-    readings: Any = None,
+    run_folder: str | Path, *, scores: Mapping[str, tuple[float, float]] | None = None, readings: Any = None,
     interactive: bool = False,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write `report.html` into a run folder and return its path.
 
     Args:
@@ -49,13 +46,12 @@ def write_report(
             folder, if there is one.
         interactive: plotly figures instead of pictures; the page then carries plotly's script (about 5 MB).
     Raises:
-        RunError: no such run.
-        DataError: the run has not recorded a single step.
+        RunError, DataError: no such run, or it has not recorded a single step.
         BackendError: plotly or matplotlib is missing.
         StorageError: the folder cannot be written; an older report stays.
     """
-    need("plotly.graph_objects", "a run's report")
-    need("matplotlib", "a run's report")
+    for module in ("plotly.graph_objects", "matplotlib"):
+        need(module, "a run's report")
     run = open_run(run_folder)
     if not len(run.metrics):
         raise DataError(f"{run.folder} has no recorded step yet, so there is nothing to report")
@@ -75,9 +71,8 @@ def write_report(
         try:
             if readings or "denominators" not in title:
                 text, *figures = make()
-                sections.append(
-                    (title, text, [_figure(f, interactive, not sections and i == 0) for i, f in enumerate(figures)])
-                )
+                drawn = [_figure(f, interactive, not sections and i == 0) for i, f in enumerate(figures)]
+                sections.append((title, text, drawn))
         except DataError as error:
             missing.append(str(error))
     shut = run.card._repr_html_().replace("<details open>", "<details>") if run.card else "This run has no card."
@@ -112,10 +107,8 @@ def _loss(run: Any, found: dict[str, Any]) -> tuple[Any, ...]:
         raise DataError("no loss was recorded")
     seen, loss = int(run.metrics[name].notna().sum()), found[name]
     panel = (name, "eval/sft") if "eval/sft" in found and name != "eval/sft" else name
-    text = (
-        f"{name} went from {number(loss['first'])} to {number(loss['last'])} nats a token over {seen:,} "
-        f"steps; the smallest was {number(loss['smallest'])}."
-    )
+    first, last, smallest = (number(loss[which]) for which in ("first", "last", "smallest"))
+    text = f"{name} went from {first} to {last} nats a token over {seen:,} steps; the smallest was {smallest}."
     return text, curves.curves(run, panel, title="Loss", smooth=max(1, min(seen // 12, 50)))
 
 
@@ -123,10 +116,9 @@ def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
     cost, rows = masking.per_supervised(run), sums["routed rows"]
     parts = ", ".join(f"{number(cost[f'rows/{c}'])} {c}" for c in CLASSES if cost[f"rows/{c}"])
     text = f"One supervised token took {number(cost['rows'])} routed rows: {parts}."
-    if rows.get("elided"):
-        text += f" Another {rows['elided']:,} rows were elided: they were proved not to reach the loss."
-    if rows.get("dropped"):
-        text += f" {rows['dropped']:,} rows were dropped."
+    if elided := rows.get("elided"):
+        text += f" Another {elided:,} rows were elided: they were proved not to reach the loss."
+    text += f" {rows['dropped']:,} rows were dropped." if rows.get("dropped") else ""
     return text, masking.routed_work(run)
 
 

@@ -40,11 +40,11 @@ def text(fig: Figure, rows: int = 12) -> str:
 
 def to_html(fig: Figure, rows: int = 12) -> str:
     """The same tables as HTML."""
-    return "".join(
-        table.to_html(index=False, border=0, classes="numbers")
-        + (f"<p class=note>{html.escape(note)}</p>" if note else "")
-        for table, note in tables(fig, rows)
-    )
+    out = ""
+    for table, note in tables(fig, rows):
+        out += table.to_html(index=False, border=0, classes="numbers")
+        out += f"<p class=note>{html.escape(note)}</p>" if note else ""
+    return out
 
 
 def tables(fig: Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]:
@@ -72,9 +72,8 @@ def _series(fig: Figure, axes: tuple[str, str], traces: list[Any], rows: int) ->
         columns.append(values[~values.index.duplicated()])
     table = pd.concat(columns, axis=1, sort=not words(columns[0].index))
     table.columns = [_words(t.name or (title(across) if len(traces) == 1 else "") or across) for t in traces]
-    shown = table.iloc[_pick(len(table), rows)]
     head = title(along) or ("" if words(table.index) else along)
-    shown = shown.rename_axis(head).reset_index().map(_cell)
+    shown = table.iloc[_pick(len(table), rows)].rename_axis(head).reset_index().map(_cell)
     return shown, f"{len(shown)} of {len(table)} rows shown" if len(shown) < len(table) else ""
 
 
@@ -83,8 +82,7 @@ def _heatmap(fig: Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
 
     # A figure that colours by a transformed value carries the value itself as customdata.
     z = np.array(trace.z if trace.customdata is None else trace.customdata, dtype=float)
-    x = range(z.shape[1]) if trace.x is None else trace.x
-    y = range(z.shape[0]) if trace.y is None else trace.y
+    y, x = (range(n) if given is None else given for n, given in zip(z.shape, (trace.y, trace.x)))
     table = pd.DataFrame(z, index=list(y), columns=list(x))
     shown = table.iloc[_pick(len(y), rows), _pick(len(x), 10)].rename(columns=_cell)
     note = ""

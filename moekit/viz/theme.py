@@ -1,12 +1,10 @@
 """One visual language: what each colour means, how large things are, and how a figure reaches the reader.
 
-Rules that every figure of the kit follows:
-
 * A colour has one meaning. The four position classes and the seven passes own theirs (`CLASS`, `PASS`); they are
   told apart with any common colour blindness, and by lightness in a black and white print.
 * A line or layer is labelled where it ends, not in a legend; axes carry their unit.
-* A figure leaves the kernel three times in one message: for plotly, as a picture, and as numbers in plain text. A
-  saved notebook then shows its result where no JavaScript runs.
+* A figure leaves the kernel three times in one message: for plotly, as a picture, and as numbers in plain text, so
+  that a saved notebook shows its result where no JavaScript runs.
 
 Importing this module imports neither plotly nor matplotlib.
 """
@@ -182,13 +180,8 @@ def note(
 def end_labels(
     fig: Figure, labels: list[tuple[float, str, str]], low: float, high: float, *, axis: str = "", x: float = 1.0
 ) -> None:
-    """Write labels at the right edge of a panel, at their heights, moved apart where they would touch.
-
-    Args:
-        labels: (height in data units, text, colour).
-        low, high: range of the panel's y axis (not logarithmic); axis: its suffix, "" or "2", "3", ...
-        x: right edge of the panel, in paper units.
-    """
+    """Write labels (height in data units, text, colour) at the right edge `x` (in paper units) of a panel, moved apart
+    where they would touch. `low` and `high`: range of its y axis (not logarithmic), whose suffix is `axis`."""
     bottom, top = getattr(fig.layout, f"yaxis{axis}").domain or (0.0, 1.0)
     pixels = (fig.layout.height - fig.layout.margin.t - fig.layout.margin.b) * (top - bottom)
     height = [min(max((v - low) / ((high - low) or 1.0), 0.0), 1.0) * pixels if math.isfinite(v) else 0.0
@@ -207,9 +200,8 @@ def plain(fig: Figure) -> dict[str, Any]:
 def bundle(fig: Figure, *, interactive: bool = True) -> dict[str, Any]:
     """The MIME bundle of a figure: plotly's JSON, a PNG made without a browser, and its numbers as text.
 
-    The PNG has the figure's own size: JupyterLab shows it as it is until the mouse enters it, then draws the plot.
-    (Its plotly renderer does not look at later updates of an output that it has drawn, so what is updated while it is
-    looked at must be a widget, or ``interactive=False``.)
+    JupyterLab shows the PNG, in the figure's own size, until the mouse enters it, then draws the plot. It does not look
+    at later updates of an output that it has drawn: what is updated must be a widget, or ``interactive=False``.
     """
     from . import static, tables
 
@@ -224,10 +216,7 @@ def bundle(fig: Figure, *, interactive: bool = True) -> dict[str, Any]:
 
 
 def display(fig: Figure) -> None:
-    """Show a figure so that it survives saving: interactive, as a picture, and as numbers, in one output.
-
-    Outside IPython the numbers are printed.
-    """
+    """Show a figure so that it survives saving: see `bundle`. Outside IPython the numbers are printed."""
     ipython = sys.modules.get("IPython")
     if ipython is None or ipython.get_ipython() is None:
         from . import tables
