@@ -238,8 +238,8 @@ class Job:
 
     def _stop_nodes(self, state: dict[str, Any], patience: float) -> str:
         """Slurm ends its job; a rank that runs here gets SIGTERM, and by its end torchrun ends the others."""
-        slurm.cancel(self.folder)
-        if not slurm.job_id(self.folder) and len(self._living(state)) < sum(pid is not None for pid in self.pids):
+        there = slurm.cancel(self.folder)
+        if not there and len(self._living(state)) < sum(pid is not None for pid in state["pids"]["ranks"]):
             raise JobError(f"job {self.name} has ranks on other hosts; end its torchrun there")
         for pid in self._living(state):
             with suppress(ProcessLookupError):

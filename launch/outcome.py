@@ -17,7 +17,8 @@ from . import slurm
 from .folder import read_json, write_json
 from .processes import STOP_GRACE_S, host_id, is_alive, signal_name
 
-SILENT_S = 300.0  # a rank of another host that was silent for so long is taken for dead
+SILENT_S = 300.0  # a rank of another host that was silent for so long is taken for dead; when Slurm says that the job
+SETTLE_S = 30.0  # is over, for so long: its last words may still be on their way through the file system
 
 
 def first_failure(
@@ -88,15 +89,15 @@ def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     ranks, pids = folder / "ranks", state["pids"]["ranks"]
     world, now = len(pids), time.time()
     said = [read_json(ranks / f"rank_{rank}.json") or {} for rank in range(world)]
-    job, (word, over) = slurm.job_id(folder), slurm.status(folder)
-    here = [one for one in said if one and one["host"] == host_id()]
+    job, word, over = slurm.status(folder)
+    alive = [_lives(ranks, rank, one, SETTLE_S if over else SILENT_S) for rank, one in enumerate(said)]
     state["pids"]["ranks"] = [one.get("pid") for one in said]
-    state["stamps"] = {str(one["pid"]): one["stamp"] for one in here}
+    state["stamps"] = {str(one["pid"]): one["stamp"] for one in said if one and one["host"] == host_id()}
     phases = [one.get("phase", "starting") for one in said]
     ends: dict[str, Any] = {"failed_rank": None}
     if all(phase == "returned" for phase in phases):
         ends |= {"state": "finished", "exit_codes": [0] * world}
-    elif over or (any(said) and not any(_lives(ranks, rank, one) for rank, one in enumerate(said))):
+    elif not any(alive) and (over or any(said)):
         deaths: dict[int, dict[str, Any]] = {}
         for rank, phase in enumerate(phases):
             if phase != "returned" and said[rank]:
@@ -122,9 +123,9 @@ def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _lives(ranks: Path, rank: int, said: dict[str, Any]) -> bool:
+def _lives(ranks: Path, rank: int, said: dict[str, Any], patience: float) -> bool:
     if not said or said["phase"] in ("returned", "failed"):
         return False
     if said["host"] == host_id():
         return is_alive(said["pid"], said["stamp"])
-    return time.time() - (ranks / f"rank_{rank}.json").stat().st_mtime < SILENT_S
+    return time.time() - (ranks / f"rank_{rank}.json").stat().st_mtime < patience

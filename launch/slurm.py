@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from ..errors import BackendError, ConfigError
 from .processes import python_command
 
-_OURS = {"nodes", "ntasks", "ntasks_per_node", "job_name", "output", "open_mode"}
+_OURS = {"nodes", "ntasks", "ntasks_per_node", "job_name", "output", "open_mode", "requeue", "no_requeue"}
 _GOING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING", "SUSPENDED", "STAGE_OUT")
 _LOOK_S = 5  # the least time between two questions to Slurm about one job
 
@@ -56,25 +57,22 @@ unset MPLBACKEND
 """)
     if config["backend"] != "slurm":
         return
-    options = {"cpus_per_task": config["nproc"] * config["threads"], "no_requeue": True} | config["slurm"]
-    if options.get("requeue"):
-        del options["no_requeue"]
-    setup = options.pop("setup", "")
     log = str(folder / "logs" / "supervisor.log").replace("\\", "\\\\").replace("%", "%%")  # % stands for the job's id
-    options = {"job_name": folder.name, "nodes": config["nodes"], "ntasks_per_node": 1} | options
-    options |= {"output": log, "open_mode": "append", "submit": False}
-    given = {name.replace("_", "-"): value for name, value in options.items() if value is not False}
+    options = {"job_name": folder.name, "nodes": config["nodes"], "ntasks_per_node": 1, "output": log}
+    options |= {"open_mode": "append", "no_requeue": True, "cpus_per_task": config["nproc"] * config["threads"]}
+    options |= {name: value for name, value in config["slurm"].items() if name not in ("setup", "submit")}
     directives = "".join(
-        f"#SBATCH --{name}{'' if value is True else '=' + shlex.quote(str(value))}\n" for name, value in given.items()
+        f"#SBATCH --{name.replace('_', '-')}{'' if value is True else '=' + shlex.quote(str(value))}\n"
+        for name, value in options.items()
+        if value is not False
     )
     (folder / "job.sbatch").write_text(f"""\
 #!/bin/bash
 {directives}
-# Not requeued unless asked for: a second run begins anew in this folder, unless the call itself resumes from its
-# checkpoints. To go on after a failure, also with other nodes, submit again with resume=True.
+# This script is one attempt, so it is not requeued: to go on after a failure, also with other nodes, submit the call
+# again with resume=True.
 echo "$SLURM_JOB_ID" > {run}/slurm_job
-rm -f {run}/ranks/* {run}/results/* {run}/errors/*
-{setup}
+{config["slurm"].get("setup", "")}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PORT={config["port"] or "$((20000 + SLURM_JOB_ID % 20000))"}
 exec srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
@@ -88,60 +86,44 @@ def send(folder: Path, env: dict[str, str]) -> None:
     Raises:
         BackendError: no ``sbatch`` here, or it refused; the script stays and can be submitted by hand.
     """
-    script = folder / "job.sbatch"
-    by_hand = f"the script is written; `sbatch {shlex.quote(str(script))}` where Slurm is submits it, and "
-    by_hand += f"moekit.attach({str(folder)!r}) then follows it"
     try:
-        done = subprocess.run(["sbatch", str(script)], env=env, capture_output=True, text=True, check=True)
-    except FileNotFoundError:
-        raise BackendError(f"backend='slurm', but this machine has no `sbatch`; {by_hand}") from None
-    except subprocess.CalledProcessError as error:
-        raise BackendError(
-            f"sbatch refused the job: {error.stderr.strip() or error.stdout.strip()}; {by_hand}"
-        ) from None
-    found = re.search(r"\d+", done.stdout)
-    if found is None:
-        raise BackendError(f"sbatch said {done.stdout!r}, which has no job id; {by_hand}")
-    (folder / "slurm_job").write_text(found.group() + "\n")
+        said = _run("sbatch", str(folder / "job.sbatch"), env=env)
+    except BackendError as error:
+        told = f"{error}. The script is written, and moekit.attach({str(folder)!r}) follows its job"
+        raise BackendError(told) from None
+    (folder / "slurm_job").write_text("".join(re.findall(r"\d+", said)[:1]))
 
 
-def job_id(folder: Path) -> str:
-    """The id of the run's Slurm job; empty when it has none."""
+def cancel(folder: Path) -> bool:
+    """Ends the run's Slurm job, waiting or running; False when it has none. Raises `BackendError` without Slurm."""
+    job, *_ = status(folder)
+    if job:
+        _run("scancel", job)
+    return bool(job)
+
+
+def status(folder: Path) -> tuple[str, str, bool]:
+    """The run's Slurm job (empty: none), what Slurm says of it (empty: nothing), and whether that means it is over."""
     path = folder / "slurm_job"
-    return path.read_text().strip() if path.exists() else ""
-
-
-def status(folder: Path) -> tuple[str, bool]:
-    """What Slurm says of the run's job (empty: nothing), and whether the job is over by that."""
-    job = job_id(folder)
+    job = path.read_text().strip() if path.exists() else ""
     said = _ask(job, int(time.monotonic() / _LOOK_S)) if job else ""
-    return said, bool(said) and said not in _GOING
+    return job, said, bool(said) and said not in _GOING
 
 
 @lru_cache(maxsize=64)
 def _ask(job: str, _moment: int) -> str:
     for command in (["squeue", "-h", "-j", job, "-o", "%T"], ["sacct", "-n", "-X", "-P", "-j", job, "-o", "State"]):
-        try:
-            words = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-        except (OSError, subprocess.SubprocessError):  # no such program, or the queue no longer knows the job
-            continue
-        if words:
-            return words[0]
+        with suppress(BackendError):  # no such program here, or the queue no longer knows the job
+            if words := _run(*command).split():
+                return words[0]
     return ""
 
 
-def cancel(folder: Path) -> None:
-    """Ends the run's Slurm job, waiting or running, with ``scancel``; nothing where there is none.
-
-    Raises:
-        BackendError: it could not be asked for.
-    """
-    if not (job := job_id(folder)):
-        return
+def _run(*command: str, env: dict[str, str] | None = None) -> str:
+    line = shlex.join(command)
     try:
-        subprocess.run(["scancel", job], capture_output=True, text=True, check=True)
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    except FileNotFoundError:
+        raise BackendError(f"this machine has no `{command[0]}`; run `{line}` where Slurm is") from None
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or error
-        raise BackendError(
-            f"cannot stop Slurm job {job} from here ({said}); run `scancel {job}` where Slurm is"
-        ) from None
+        raise BackendError(f"`{line}` failed: {(getattr(error, 'stderr', '') or str(error)).strip()}") from None
