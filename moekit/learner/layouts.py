@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +14,10 @@ from ..measure.plan import Held, Microbatch, activation_bytes, storage_bytes, wi
 from ..model.transformer import Transformer
 from .gradients import is_expert
 from .pipeline import chunks
-from .stages import part_of, stages_of
+from .stages import part_of, plan_stages, stages_of
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A world of dp x pp ranks whose data-parallel ranks split the experts ep ways."""
 
     dp: int
@@ -51,8 +50,7 @@ def held(shape: ModelConfig, config: LearnerConfig, pp_rank: int = 0, ep_rank: i
 def in_flight(config: LearnerConfig, pp_rank: int, microbatches: int) -> int:
     """How many (microbatch, stage) pairs a pipeline rank keeps activations of at its fullest moment.
 
-    1f1b: those that left before the first comes back, pp - rank. interleaved: the warm-up of torch's schedule,
-    (stages - 1) pp + 2 (pp - 1 - rank), and the one that runs. zbv: at most 2 pp.
+    As torch's schedules warm up: pp - rank, interleaved (stages - 1) pp + 2 (pp - 1 - rank) + 1, zbv at most 2 pp.
     """
     stages, behind = config.stages_per_rank, config.pp - 1 - pp_rank
     most = {"1f1b": behind + 1, "zbv": 2 * config.pp, "interleaved": (stages - 1) * config.pp + 2 * behind + 1}
@@ -63,11 +61,9 @@ def plan_rank(
     shape: ModelConfig, config: LearnerConfig, world: int, dtype: torch.dtype, work: Microbatch, microbatches: int,
     pp_rank: int = 0, device: str = "cuda",
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Memory and wire bytes of one pipeline rank (all its data-parallel and expert ranks are alike).
+    """Memory (gradients at their peak, activations of all microbatches in flight) and wire bytes of one pipeline rank.
 
-    Returns:
-        memory: parameters, gradients (at their peak), optimizer (masters and moments), activations (of all
-        microbatches in flight, and one recomputation), total; wire: as `measure.plan.wire_bytes`.
+    All data-parallel and expert ranks of one are alike. `work` is a microbatch; see `measure.plan`.
     """
     mine, dp = held(shape, config, pp_rank), world // config.pp
     stages, runs = stages_of(config, pp_rank), part_of(config, shape, pp_rank).stages
@@ -75,11 +71,9 @@ def plan_rank(
     flying = in_flight(config, pp_rank, microbatches) * sum(k["total"] for k in kept) // len(runs)
     stored = storage_bytes(mine, config, dtype, dp)
     memory = {
-        "parameters": stored["parameters"],
-        "gradients": stored["gradients_peak"],
-        "optimizer": stored["masters"] + stored["moments"],
-        "activations": flying + max(k["again"] for k in kept),
-    }
+        "parameters": stored["parameters"], "gradients": stored["gradients_peak"],
+        "optimizer": stored["masters"] + stored["moments"], "activations": flying + max(k["again"] for k in kept),
+    }  # fmt: skip
     total = config.pp * len(runs)
     sends = sum(0 <= n < total and n not in stages for s in stages for n in (s - 1, s + 1))
     wire = wire_bytes(
@@ -96,16 +90,12 @@ def layout_table(
     """Every legal layout with its predicted memory and wire bytes, the one that needs least memory a rank first.
 
     Args:
-        config: zero, recompute, elide; ep and pp are replaced, the schedule is 1f1b.
-        microbatch_rows: rows of one forward on one rank.
+        config: of everything but ep and pp; the schedule is 1f1b.
         length: tokens of a row; None = 4096, or the model's longest if that is less.
         batch_rows: rows of one step over all ranks; None = one microbatch for each rank of the world.
-        device: "cuda" or "cpu"; see `activation_bytes`.
-
     Returns:
         Dictionaries: dp, ep, pp, experts (of a rank), layers (of each stage), microbatches (of a rank and step), rank
         (the pipeline rank with most memory), memory (its, see `plan_rank`), wire (of the rank that sends most).
-
     Raises:
         ConfigError: a number below 1, or rows longer than the model's positions.
     """
@@ -125,11 +115,10 @@ def layout_table(
         count = ceil(batch_rows / (x.dp * microbatch_rows))
         ranks = [plan_rank(shape, c, world, dtype, work, count, r, device) for r in range(x.pp)]
         fullest = max(range(x.pp), key=lambda r: ranks[r]["memory"]["total"])
-        layers = [stop - start for r in range(x.pp) for start, stop in part_of(c, shape, r).stages]
-        table.append({
-            "dp": x.dp, "ep": x.ep, "pp": x.pp, "experts": shape.experts // x.ep, "layers": layers,
-            "microbatches": count, "rank": fullest, "memory": ranks[fullest]["memory"],
-            "wire": max((r["wire"] for r in ranks), key=lambda w: w["total"]),
+        layers = [stop - start for start, stop in plan_stages(shape, x.pp)]
+        table.append(x._asdict() | {
+            "experts": shape.experts // x.ep, "layers": layers, "microbatches": count, "rank": fullest,
+            "memory": ranks[fullest]["memory"], "wire": max((r["wire"] for r in ranks), key=lambda w: w["total"]),
         })  # fmt: skip
     return sorted(table, key=lambda row: (row["memory"]["total"], row["wire"]["total"]))
 

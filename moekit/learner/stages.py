@@ -15,29 +15,23 @@ LENGTH = 1024  # tokens of the document that costs are taken from: it decides wh
 
 
 def layer_costs(shape: ModelConfig) -> list[int]:
-    """FLOPs of every layer for one document of `LENGTH` tokens, all labelled; the head is in the last layer's.
-
-    The convention is `measure.cost.CONVENTION`'s "model": top_k experts a token, causal pairs, no embedding.
-    """
+    """FLOPs ("model", `measure.cost`) of every layer for one labelled document of `LENGTH`; the last has the head's."""
     work = Work(LENGTH, LENGTH, LENGTH, LENGTH * (LENGTH + 1) // 2)
     moe, dense = (step_flops(replace(shape, layers=1, dense_layers=d, dense_width=max(1, shape.dense_width)), work)
                   for d in ((), (0,)))  # fmt: skip
-    costs = [int(kind["total"] - kind["head"]) for i in range(shape.layers)
-             for kind in (dense if i in shape.dense_layers else moe,)]  # fmt: skip
-    return [*costs[:-1], costs[-1] + int(moe["head"])]
+    kinds = [dense if i in shape.dense_layers else moe for i in range(shape.layers)]
+    return [int(k["total"] - k["head"]) for k in kinds[:-1]] + [int(kinds[-1]["total"])]
 
 
 @lru_cache(maxsize=256)
 def plan_stages(shape: ModelConfig, stages: int) -> tuple[tuple[int, int], ...]:
     """Runs of layers [start, stop), one for each stage, with the smallest possible cost of the dearest stage.
 
-    Of all such cuts, the one with the smallest sum of squared costs (so that idle stages share what is left), and of
-    those the one whose stages start earliest: the same on every rank.
+    Of all such cuts the one with the smallest sum of squared costs (so that idle stages share what is left), and of
+    those the one whose stages start earliest: the same on every rank. Cost: stages x layers^2 additions, once.
 
     Raises:
         ConfigError: more stages than layers; every stage gets at least one.
-
-    Cost: stages x layers^2 additions, once.
 
     >>> shape = ModelConfig(vocab=8, width=8, layers=6, heads=2, experts=4, top_k=1, expert_width=8)
     >>> plan_stages(shape, 2)

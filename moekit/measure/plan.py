@@ -10,9 +10,10 @@ D width, H query heads, G key/value heads, d head width, E experts, K experts pe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 import torch
 
@@ -41,8 +42,8 @@ class Held:
 class Microbatch:
     """What activations and wire bytes depend on, of one microbatch on one rank."""
 
-    positions: int  # N, padding included
-    real: int  # not padding
+    positions: int  # N
+    real: int  # without padding
     labels: int  # M
     runs: tuple[tuple[int, int], ...]  # (documents, their length): neighbours that attention takes together
 
@@ -59,67 +60,51 @@ class Microbatch:
 
     def routed(self, elide: Elide, last: bool) -> int:
         """P, in the last layer or in another."""
-        return (
-            self.labels if last and elide == "padding+last_layer" else self.positions if elide == "none" else self.real
-        )
+        labelled = last and elide == "padding+last_layer"
+        return self.labels if labelled else self.positions if elide == "none" else self.real
 
 
-def _wide(dtype: torch.dtype) -> int:
-    return max(4, dtype.itemsize)
+class Bucket(NamedTuple):
+    """A flat bucket of a rank: its elements with all padding, the ranks that share it equally, what is in it."""
 
-
-@dataclass
-class Bucket:
-    """A flat bucket of a rank, as `moekit.learner.gradients` fills it."""
-
-    ranks: int  # that share it, each with an equal part
+    elements: int
+    ranks: int
+    names: list[str]
     tied: bool
-    names: list[str] = field(default_factory=list)
-    taken: int = 0  # elements of parameters
-    spans: int = 0  # with the gaps between them
-
-    @property
-    def elements(self) -> int:
-        """With all padding."""
-        return -(-self.spans // (ALIGN * self.ranks)) * ALIGN * self.ranks
 
 
-def buckets(held: Iterable[Held], config: LearnerConfig, dp: int) -> list[Bucket]:
-    """A rank's buckets, in the order in which a backward completes them: one family's parameters, last ones first."""
-    done, going, order = list[Bucket](), dict[tuple[bool, bool, bool], Bucket](), dict[str, int]()
-    for h in reversed(list(held)):
-        family = h.expert, len(h.shape) >= 2, h.tied
-        bucket = going.setdefault(family, Bucket(dp // config.ep if h.expert else dp, h.tied))
-        bucket.names.append(h.name)
-        bucket.taken += prod(h.shape)
-        bucket.spans += -(-prod(h.shape) // ALIGN) * ALIGN
-        order[h.name] = len(order)
-        if bucket.taken >= LARGEST[config.reduce]:
-            done.append(going.pop(family))
-    return sorted([*done, *going.values()], key=lambda b: order[b.names[-1]])
+def buckets(held: Sequence[Held], config: LearnerConfig, dp: int) -> list[Bucket]:
+    """A rank's buckets as `moekit.learner.gradients` fills them: families, last parameters first, in backward order."""
+    groups, going, order = list[list[Held]](), dict[tuple, list[Held]](), {h.name: -i for i, h in enumerate(held)}
+    for h in reversed(held):
+        going.setdefault(family := (h.expert, len(h.shape) >= 2, h.tied), []).append(h)
+        if sum(prod(x.shape) for x in going[family]) >= LARGEST[config.reduce]:
+            groups.append(going.pop(family))
+    out = []
+    for group in sorted([*groups, *going.values()], key=lambda g: order[g[-1].name]):
+        ranks = dp // config.ep if group[0].expert else dp
+        spans = sum(-(-prod(h.shape) // ALIGN) * ALIGN for h in group)
+        elements = -(-spans // (ALIGN * ranks)) * ALIGN * ranks
+        out.append(Bucket(elements, ranks, [h.name for h in group], group[0].tied))
+    return out
 
 
-def storage_bytes(held: Iterable[Held], config: LearnerConfig, dtype: torch.dtype, dp: int) -> dict[str, int]:
+def storage_bytes(held: Sequence[Held], config: LearnerConfig, dtype: torch.dtype, dp: int) -> dict[str, int]:
     """Bytes of a rank's buckets: with n elements, g ranks, b bytes an element and w = max(4, b),
 
     parameters n b, masters n/g w (none where b = w), moments 2 n/g w, gradients n w; with zero=0 masters and moments
     are not divided by g; with zero=2 and g > 1 the reduced gradients, n/g w, stand beside the full ones, or with
-    reduce="microbatch" in their place.
-
-    Returns:
-        These, their total, and gradients_peak: the most that gradients take during a step. It is more than gradients
-        with reduce="microbatch" only, where full buckets wait until the backward has completed them (gradients are
-        taken to come in the order of the names; they may come so that one bucket more waits).
+    reduce="microbatch" in their place. Also their total, and gradients_peak: with reduce="microbatch" full buckets
+    wait until the backward has completed them (one more than predicted may, if gradients come in another order).
     """
-    b, w, held = dtype.itemsize, _wide(dtype), list(held)
+    b, w = dtype.itemsize, max(4, dtype.itemsize)
     out = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     waiting = buckets(held, config, dp)
-    for bucket in waiting:
-        n = bucket.elements
-        own = n // bucket.ranks if config.zero else n
-        apart = own if config.zero == 2 and bucket.ranks > 1 else 0
+    for n, ranks, *_ in waiting:
+        own = n // ranks if config.zero else n
+        both = n + own if config.zero == 2 and ranks > 1 else n
         out["parameters"] += n * b
-        out["gradients"] += (own if config.reduce == "microbatch" else n + apart) * w
+        out["gradients"] += (own if config.reduce == "microbatch" else both) * w
         out["masters"] += own * w if b < w else 0
         out["moments"] += 2 * own * w
     home, begun, seen, most = {name: x for x in waiting for name in x.names}, list[Bucket](), set[str](), 0
@@ -136,7 +121,7 @@ def layer_bytes(
     shape: ModelConfig, layer: int, work: Microbatch, dtype: torch.dtype, config: LearnerConfig, device: str = "cpu"
 ) -> dict[str, int]:
     """Bytes that one layer saves for its backward when nothing is recomputed, by part; one term for each tensor."""
-    b, w = dtype.itemsize, _wide(dtype)
+    b, w = dtype.itemsize, max(4, dtype.itemsize)
     N, M, D, H, G, d = work.positions, work.labels, shape.width, shape.heads, shape.kv_heads, shape.head_dim
     E, K, F, q, kv = shape.experts, shape.top_k, shape.expert_width, H * d, G * d
     low = device == "cpu" and b == 2
@@ -190,22 +175,18 @@ def activation_bytes(
     """Bytes that one microbatch keeps on a rank between its forward and its backward, by part.
 
     Args:
-        config: recompute, elide, ep and router losses.
         layers: [start, stop) of one pipeline stage; None = all. Layer 0 brings the embedding, the last the head.
         device: "cpu" or "cuda"; CPU kernels keep more in bfloat16.
-
     Returns:
-        Parts (those of `layer_bytes`, embedding, head), their total, and again: what the largest recomputation holds
-        on top of that while its backward runs.
+        Parts (of `layer_bytes`, embedding, head), total, and again: what the largest recomputation holds besides.
     """
     start, stop = layers or (0, shape.layers)
-    out, again, w = Counter[str](), 0, _wide(dtype)
+    out, again, w = Counter[str](), 0, max(4, dtype.itemsize)
     for i in range(start, stop):
         parts = layer_bytes(shape, i, work, dtype, config, device)
         kept = {k: v for k, v in parts.items() if config.recompute == "none" or k != "experts"}
         if config.recompute == "block":  # the input, and what the router chose
-            choices = work.positions * shape.top_k * INDEX if i not in shape.dense_layers else 0
-            kept = {"input": parts["input"], "router": choices}
+            kept = {"input": parts["input"], "router": work.positions * shape.top_k * INDEX * ("router" in parts)}
         out.update(kept)
         again = max(again, sum(parts.values()) - sum(kept.values()))
     if start == 0:
@@ -221,31 +202,23 @@ def activation_bytes(
 
 
 def wire_bytes(
-    held: Iterable[Held], shape: ModelConfig, config: LearnerConfig, work: Microbatch, dtype: torch.dtype, dp: int, *,
+    held: Sequence[Held], shape: ModelConfig, config: LearnerConfig, work: Microbatch, dtype: torch.dtype, dp: int, *,
     microbatches: int, layers: Iterable[int], transfers: int = 0, device: str = "cpu",
 ) -> dict[str, float]:  # fmt: skip
     """Bytes that one rank sends in one training step, by kind, with balanced routing and equal microbatches.
 
-    With g ranks sharing a bucket of n elements, b bytes an element and w = max(4, b):
-
-        gradients   2 (g-1)/g n w (a ring all-reduce), with zero=2 (g-1)/g n w, once or for every microbatch;
-                    and n w for a tied embedding's other copy
-        parameters  (g-1)/g n b with zero > 0
-        rows        (ep-1)/ep K P D b out and as much back, forward and backward, and again with recompute; ep times
-                    as much where the transport sends padded blocks
-        pipeline    N D b for every transfer
-
-    Args:
-        microbatches: of a step, on this rank.
-        layers: those that the rank holds.
-        transfers: microbatches that the schedule sends to other ranks, forward and backward, idle ones too.
+    gradients   2 (g-1)/g n w (a ring all-reduce), with zero=2 (g-1)/g n w, once or for every microbatch;
+                and n w for a tied embedding's other copy           (letters as for `storage_bytes`)
+    parameters  (g-1)/g n b with zero > 0
+    rows        (ep-1)/ep K P D b out and as much back, forward and backward, and again with recompute; ep times
+                as much where the transport sends padded blocks
+    pipeline    N D b for each of `transfers`: sends of the schedule to other ranks, idle microbatches' too
     """
-    b, w = dtype.itemsize, _wide(dtype)
-    out = dict.fromkeys(("gradients", "parameters", "rows", "pipeline"), 0.0)
-    for bucket in buckets(held, config, dp):
-        share = (bucket.ranks - 1) / bucket.ranks * bucket.elements
+    b, w, out = dtype.itemsize, max(4, dtype.itemsize), dict.fromkeys(("gradients", "parameters"), 0.0)
+    for n, ranks, _, tied in buckets(held, config, dp):
+        share = (ranks - 1) / ranks * n
         times = 2 if config.zero < 2 else microbatches if config.reduce == "microbatch" else 1
-        out["gradients"] += times * share * w + (bucket.elements * w if bucket.tied else 0)
+        out["gradients"] += times * share * w + (n * w if tied else 0)
         out["parameters"] += share * b if config.zero else 0
     passes = microbatches * (4 if config.recompute == "none" else 6)
     rows = sum(work.routed(config.elide, i == shape.layers - 1) for i in layers if i not in shape.dense_layers)
