@@ -30,20 +30,12 @@ def launch(folder: Path, config: dict[str, Any]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    endpoint = f"127.0.0.1:{config['port'] or 0}"  # 0: the store binds whatever is free and keeps it
     elastic = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config["nproc"],
-        run_id=config["run_id"],
-        role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{config['port'] or 0}",  # 0: the store binds whatever is free and keeps it
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs" / "elastic")),
-    )
+        min_nodes=1, max_nodes=1, nproc_per_node=config["nproc"], run_id=config["run_id"], role="rank",
+        rdzv_backend="c10d", rdzv_endpoint=endpoint, local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.1,
+        start_method="spawn", logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs" / "elastic")),
+    )  # fmt: skip
     command = python_command("worker", str(folder), str(os.getpid()))
     report: dict[str, Any] = {"failures": {}, "error": ""}
     try:

@@ -130,7 +130,8 @@ class Job:
                 if self._own and not self._over.is_set():
                     self._over.wait(min(left, 3600.0))
                 else:
-                    time.sleep(min(left, _POLL_S))
+                    local = self.config.get("backend", "local") == "local"
+                    time.sleep(min(left, _POLL_S if local else 10 * _POLL_S))  # a folder that many hosts share
         except KeyboardInterrupt:
             print(f"job {self.name} goes on; job.stop() ends it", file=sys.stderr)
             raise
@@ -219,35 +220,28 @@ class Job:
         state = self._read()
         if state["state"] in ENDED and not self._living(state):
             return state["state"]
-        if state.get("backend", "local") != "local":
-            return self._stop_nodes(state, patience)
-        if state["host"] != host_id():
-            raise JobError(f"job {self.name} runs on {state['host']}; stop it there")
         end = time.monotonic() + patience
-        while state["pids"]["supervisor"] is None and not self._over.is_set() and time.monotonic() < end:
-            time.sleep(0.02)  # just submitted
-            state = self._read()
-        pid = state["pids"]["supervisor"]
-        if pid in self._living(state):
-            os.kill(pid, signal.SIGTERM)
-            while pid in self._living(state) and time.monotonic() < end:
-                time.sleep(0.02)
-        if self._living(state := read_state(self.folder)):
-            self._force(state)
-        return self.state
-
-    def _stop_nodes(self, state: dict[str, Any], patience: float) -> str:
-        """Slurm ends its job; a rank that runs here gets SIGTERM, and by its end torchrun ends the others."""
-        there = slurm.cancel(self.folder)
-        if not there and len(self._living(state)) < sum(pid is not None for pid in state["pids"]["ranks"]):
-            raise JobError(f"job {self.name} has ranks on other hosts; end its torchrun there")
-        for pid in self._living(state):
+        if state.get("backend", "local") != "local":
+            told = self._living(state)
+            if not slurm.cancel(self.folder) and len(told) < sum(pid is not None for pid in self.pids):
+                raise JobError(f"job {self.name} has ranks on other hosts; end its torchrun there")
+            if state["state"] not in ENDED:  # before its ranks end, for their end would look like a failure
+                state |= {"state": "stopped", "reason": "stopped on request", "ended": time.time()}
+                write_json(self.folder / "state.json", state)
+        elif state["host"] != host_id():
+            raise JobError(f"job {self.name} runs on {state['host']}; stop it there")
+        else:
+            while state["pids"]["supervisor"] is None and not self._over.is_set() and time.monotonic() < end:
+                time.sleep(0.02)  # just submitted
+                state = self._read()
+            told = [state["pids"]["supervisor"]]
+        for pid in set(told) & set(self._living(state)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        end = time.monotonic() + patience
-        while self._living(state) and time.monotonic() < end:
+        while set(told) & set(self._living(state)) and time.monotonic() < end:
             time.sleep(0.02)
-        self._force(state | {"reason": "stopped on request"})
+        if self._living(state := read_state(self.folder)):
+            self._force(state)
         return self.state
 
     def _living(self, state: dict[str, Any]) -> list[int]:
@@ -265,8 +259,7 @@ class Job:
         while self._living(state) and time.monotonic() < end:
             time.sleep(0.02)
         if state["state"] not in ENDED:
-            reason = state["reason"] or "stopped by force"
-            state |= {"state": "stopped", "reason": reason, "ended": time.time()}
+            state |= {"state": "stopped", "reason": "stopped by force", "ended": time.time()}
             write_json(self.folder / "state.json", state)
 
     # Showing it
@@ -275,11 +268,8 @@ class Job:
         state = self._read()
         metrics = self.metrics()
         last = metrics[-1] if metrics else {}
-        facts = [
-            ("state", state["state"]),
-            ("ranks", str(self.nproc)),
-            ("elapsed", str(timedelta(seconds=int(self.elapsed)))),
-        ]
+        facts = [("state", state["state"]), ("ranks", str(self.nproc))]
+        facts += [("elapsed", str(timedelta(seconds=int(self.elapsed))))]
         if "step/index" in last:
             facts.insert(1, ("step", f"{last['step/index']:g}"))
         shown = [key for key in ("loss/total", "rate/supervised_tokens_s", "lr") if key in last]

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -35,6 +35,11 @@ from .worker import dumps
 
 _LARGE_CALL = 256 << 20
 _PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
+_CHOICES = {
+    "backend": ("local", "torchrun", "slurm"),
+    "device": ("auto", "cpu", "cuda"),
+    "malloc": ("default", "keep"),
+}
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 500
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -102,7 +107,7 @@ def submit(
         threads = max(1, cpu_count() // nproc) if backend == "local" else 1
     settings = {"backend": backend, "nodes": nodes, "nproc": nproc, "threads": threads, "device": device}
     settings |= {"timeout": timeout, "malloc": malloc, "port": port, "slurm": slurm or {}}
-    _check(fn, env or {}, **settings)
+    _check(fn, env or {}, SimpleNamespace(**settings))
     function = _name_of(fn)
     call = _pack(fn, args, kwargs, function)
     config = settings | {
@@ -134,39 +139,31 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _check(
-    fn: Any, env: Any, *, backend: Any, nodes: Any, nproc: Any, threads: Any, device: Any, timeout: Any, malloc: Any,
-    port: Any, slurm: Any,
-) -> None:  # fmt: skip
+def _check(fn: Any, env: Any, s: SimpleNamespace) -> None:
     def need(ok: bool, message: str) -> None:
         if not ok:
             raise ConfigError(message)
 
     need(callable(fn), f"fn={fn!r} cannot be called; give the function itself: submit(train, config, nproc=2)")
-    need(_is_count(nproc), f"nproc={nproc!r} must be a whole number of ranks, at least 1")
-    need(_is_count(nodes), f"nodes={nodes!r} must be a whole number of machines, at least 1")
-    need(backend in ("local", "torchrun", "slurm"), f"backend={backend!r} is not one of 'local', 'torchrun', 'slurm'")
-    need(
-        nodes == 1 or backend != "local",
-        f"nodes={nodes} with backend='local': it runs on this machine only; use backend='slurm', or 'torchrun' to "
-        "start it by hand on each",
-    )
-    need(not slurm or backend == "slurm", f"slurm={slurm!r} needs backend='slurm', got backend={backend!r}")
-    slurm_jobs.check_options(slurm)
-    need(_is_count(threads), f"threads={threads!r} must be a whole number of CPU threads per rank, at least 1")
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    need(is_number and 0 < timeout < 1e9, f"timeout={timeout!r} must be a number of seconds above 0")
-    need(device in ("auto", "cpu", "cuda"), f"device={device!r} is not one of 'auto', 'cpu', 'cuda'")
-    need(malloc in ("default", "keep"), f"malloc={malloc!r} is not one of 'default', 'keep'")
+    for name, what in (("nproc", "ranks"), ("nodes", "machines"), ("threads", "CPU threads per rank")):
+        value = getattr(s, name)
+        need(_is_count(value), f"{name}={value!r} must be a whole number of {what}, at least 1")
+    for name, known in _CHOICES.items():
+        need(getattr(s, name) in known, f"{name}={getattr(s, name)!r} is not one of {', '.join(map(repr, known))}")
+    remedy = "it runs on this machine only; use backend='slurm', or 'torchrun' to start it by hand on each"
+    need(s.nodes == 1 or s.backend != "local", f"nodes={s.nodes} with backend='local': {remedy}")
+    need(not s.slurm or s.backend == "slurm", f"slurm={s.slurm!r} needs backend='slurm', not {s.backend!r}")
+    slurm_jobs.check_options(s.slurm)
+    is_number = isinstance(s.timeout, int | float) and not isinstance(s.timeout, bool)
+    need(is_number and 0 < s.timeout < 1e9, f"timeout={s.timeout!r} must be a number of seconds above 0")
     strings = isinstance(env, dict) and all(isinstance(text, str) for pair in env.items() for text in pair)
     need(strings, f"env={env!r} must map names of variables to strings")
-    if port is not None:
-        need(_is_count(port) and port < 65536, f"port={port!r} must be a TCP port, 1 to 65535, or None for a free one")
-        need(
-            backend != "local" or port_is_free(port),
-            f"port={port} of this machine is in use by another process; give a free one, or leave port=None and the "
-            "job takes one of its own",
-        )
+    if s.port is not None:
+        tcp = _is_count(s.port) and s.port < 65536
+        need(tcp, f"port={s.port!r} must be a TCP port, 1 to 65535, or None for a free one")
+        remedy = "give a free one, or leave port=None and the job takes one of its own"
+        free = s.backend != "local" or port_is_free(s.port)
+        need(free, f"port={s.port} of this machine is in use by another process; {remedy}")
     need(bool(sys.executable), "this interpreter does not know its own executable, so it cannot start another one")
 
 

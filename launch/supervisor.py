@@ -26,19 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from . import processes
 from .folder import HEARTBEAT_S, read_json, write_json
 from .outcome import failure, first_failure
-from .processes import (
-    STOP_GRACE_S,
-    adopt_orphans,
-    descendants,
-    is_alive,
-    kill_descendants,
-    python_command,
-    reap,
-    signal_name,
-    stamp,
-)
+from .processes import STOP_GRACE_S, descendants, is_alive, kill_descendants, signal_name
 
 _POLL_S = 0.1
 
@@ -57,7 +48,7 @@ class _Supervisor:
         self.stop_reason = ""
 
     def run(self) -> None:
-        adopt_orphans()
+        processes.adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         self._note_process("supervisor", os.getpid(), started=time.time())
@@ -67,7 +58,7 @@ class _Supervisor:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             changes = {"state": "failed", "reason": "the supervisor failed; see logs/supervisor.log"}
         left = kill_descendants()
-        reap()
+        processes.reap()
         if left:
             changes["reason"] += f" (processes {left} could not be killed)"
         shutil.rmtree(self.folder / "logs" / "elastic", ignore_errors=True)
@@ -80,7 +71,7 @@ class _Supervisor:
 
     def _note_process(self, role: str, pid: int, **changes: Any) -> None:
         self.state["pids"][role] = pid
-        self.state["stamps"][str(pid)] = stamp(pid)
+        self.state["stamps"][str(pid)] = processes.stamp(pid)
         self._update(**changes)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
@@ -88,7 +79,7 @@ class _Supervisor:
 
     def _watch(self) -> int | None:
         """Runs the agent until it ends (its exit code) or the job is to be stopped (None, with the tree ended)."""
-        command = python_command("agent", str(self.folder), str(os.getpid()))
+        command = processes.python_command("agent", str(self.folder), str(os.getpid()))
         agent = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self._note_process("agent", agent.pid)
         pid, start = self.submitter
