@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from . import __version__, errors
 from .config import (
@@ -64,6 +64,21 @@ examples:
   moekit evaluate --model runs/first --data held_out.jsonl
   moekit evaluate --model runs/first --task spell_backward --items 50
 """
+
+
+LAYOUT = {  # of LearnerConfig
+    "ep": "expert-parallel processes: experts are split over them",
+    "pp": "pipeline processes: layers are split over them",
+    "pipeline": "the pipeline's schedule",
+    "stages_per_rank": "pipeline stages of a process, with --pipeline interleaved or zbv",
+    "zero": "0: optimizer state on every process; 1: sharded; 2: sharded, gradients reduce-scattered",
+    "reduce": "with --zero 2: reduce gradients once a step, or after every microbatch to save memory",
+    "dispatch": "how rows reach experts of other processes",
+    "transport": "of --dispatch rowwise",
+    "capacity": "rows of a rowwise buffer, as a multiple of its balanced share",
+    "on_overflow": "when a rowwise buffer is too small: run the step again synchronized, drop rows, or stop",
+    "recompute": "activations computed again in the backward to save memory",
+}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -165,6 +180,11 @@ def _sft_options(p: argparse.ArgumentParser) -> None:
                    help="over what the balance loss pools its statistics")  # fmt: skip
     g.add_argument("--elide", choices=get_args(Elide), default=learner.elide,
                    help="expert rows that are skipped because they cannot reach the loss")  # fmt: skip
+    g = p.add_argument_group("layout (see `moekit layouts`)")
+    for name, text in LAYOUT.items():
+        value = getattr(learner, name)
+        g.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text,
+                       choices=get_args(get_type_hints(LearnerConfig)[name]) or None)  # fmt: skip
     g = p.add_argument_group("checkpoints")
     g.add_argument("--save-every", type=int, help="steps between checkpoints (default: only the last)")
     g.add_argument("--keep-checkpoints", type=int, default=d.keep_checkpoints, help="how many stay")
@@ -234,6 +254,7 @@ def _sft(o: argparse.Namespace) -> int:
             lr=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, weight_decay=o.weight_decay,
             total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None,
             router=RouterLossConfig(balance=o.balance, z=o.z_loss, granularity=o.granularity), elide=o.elide,
+            **{name: getattr(o, name) for name in LAYOUT},
         ),
         rows=DataConfig(length=o.length, rows=o.rows, over_long=o.over_long, supervise=o.supervise, seed=o.seed,
                         filter=FilterConfig() if o.filter else None),

@@ -115,6 +115,22 @@ def test_a_failed_save_leaves_the_previous_one_and_nothing_else(tmp_path, monkey
     one.restore(tmp_path / "c")
 
 
+def test_bc_064_the_schedule_does_not_advance_on_resume(tmp_path):
+    """lr(t) = 0.1 (1 - t/10), saved at t = 4, saved and loaded once more: the next step uses 0.06."""
+    config = LearnerConfig(lr=0.1, schedule="linear", total_steps=10)
+    make = lambda: Learner(Transformer(MODEL, seed=0), SFT(), config, World())
+    one = make()
+    for step in range(4):
+        one.step([batch(step)])
+    for name in ("a", "b"):
+        one.save(tmp_path / name)
+        one = make()
+        one.restore(tmp_path / name)
+        assert one.updates == 4
+    metrics = one.step([batch(4)])
+    assert metrics["lr"] == pytest.approx(0.06, abs=1e-12) and metrics["step/index"] == 5
+
+
 def test_latest_and_retain(tmp_path):
     one = learner()
     for n in (2, 10, 9):
