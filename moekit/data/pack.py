@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..config import DataConfig
+from ..config import DataConfig, FilterConfig
 from ..errors import DataError
 from .batch import Batch
 from .chat import Document
@@ -160,12 +160,11 @@ def build_rows(
         config, pad_id, ids_N, target_N, offset_P, first_R, removed_P, removed_R, document_P,
         tuple(map(_origin, documents)), report,
     )  # fmt: skip
-    _report_filtered(rows)
-    labelled = int(target_N.sum())
+    if config.filter is not None:
+        _report_filtered(rows, config.filter)
     lost = int(target_N[np.repeat(removed_P, size_P)].sum())
-    totals = {"rows": len(rows), "pieces": len(size_P), "tokens": len(ids_N), "supervised": labelled - lost,
-              "padding": len(rows) * config.length - len(ids_N), "targets_filtered": lost}  # fmt: skip
-    report.counts.update(totals)
+    report.counts.update(rows=len(rows), pieces=len(size_P), tokens=len(ids_N), supervised=int(target_N.sum()) - lost,
+                         padding=len(rows) * config.length - len(ids_N), targets_filtered=lost)  # fmt: skip
     return rows
 
 
@@ -199,22 +198,21 @@ def _cut(
         part_P = np.arange(len(document_P)) - np.repeat(np.cumsum(parts_D) - parts_D, parts_D)
         start_P = start_D[document_P] + part_P * limit
         return document_P, start_P, np.minimum(start_P + limit, stop_D[document_P])
+    document_D = np.arange(len(documents))
     if config.over_long == "drop":
-        keep = np.flatnonzero(size_D <= limit)
-        return keep, start_D[keep], stop_D[keep]
+        short = size_D <= limit
+        return document_D[short], start_D[short], stop_D[short]
     kept_D = np.minimum(size_D, limit)
     if config.keep == "end":
-        return np.arange(len(documents)), stop_D - kept_D, stop_D
-    return np.arange(len(documents)), start_D, start_D + kept_D
+        return document_D, stop_D - kept_D, stop_D
+    return document_D, start_D, start_D + kept_D
 
 
 def _arrange(size_P: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """The pieces in the order of the rows, and the row of each, ascending."""
     in_order = np.arange(len(size_P))
-    if config.rows == "padded":
-        return in_order, in_order
-    if config.rows == "interleaved":
-        return in_order, in_order // config.documents_per_row
+    if config.rows != "packed":
+        return in_order, in_order // (config.documents_per_row if config.rows == "interleaved" else 1)
     row_P = best_fit_decreasing(size_P, config.length)
     order_P = np.lexsort((in_order, -size_P, row_P))
     return order_P, row_P[order_P]
@@ -235,9 +233,8 @@ def best_fit_decreasing(size_P: np.ndarray, capacity: int) -> np.ndarray:
     row_P = np.empty(len(size_P), np.int64)
     rows_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows_with[c]: rows with c free positions
     room = rows = 0
-    sizes = size_P.tolist()
     for p in np.argsort(-size_P, kind="stable").tolist():
-        size = sizes[p]
+        size = int(size_P[p])
         enough = room >> size
         if enough:
             free = size + (enough & -enough).bit_length() - 1
@@ -278,10 +275,9 @@ def _judge(
     ids_N: np.ndarray, offset_P: np.ndarray, first_R: np.ndarray, config: DataConfig
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the instance filter removes: a flag for every piece, and the number of instances for every row."""
-    size_R = np.diff(first_R)
+    size_R, packed = np.diff(first_R), config.rows == "packed"
     if config.filter is None:
         return np.zeros(len(offset_P) - 1, bool), np.zeros(len(size_R), np.int64)
-    packed = config.rows == "packed"
     offset_I = offset_P[first_R] if packed else offset_P
     found_I = find_periodic(ids_N, offset_I, config.filter.max_period, config.filter.min_repeats)
     if packed:
@@ -289,15 +285,12 @@ def _judge(
     return found_I, np.bincount(np.repeat(np.arange(len(size_R)), size_R)[found_I], minlength=len(size_R))
 
 
-def _report_filtered(rows: Rows) -> None:
+def _report_filtered(rows: Rows, judge: FilterConfig) -> None:
     """List the documents of removed instances; the count is of instances."""
-    if rows.config.filter is None:
-        return
     row_P = np.repeat(np.arange(len(rows)), np.diff(rows.first_R))
-    why = f"a pattern of at most {rows.config.filter.max_period} tokens repeats {rows.config.filter.min_repeats} times"
+    why = f"a pattern of at most {judge.max_period} tokens repeats {judge.min_repeats} times or more, in row"
     for p in np.flatnonzero(rows.removed_P).tolist():
-        origin = rows.sources[rows.document_P[p]]
-        rows.report.add(*origin, "filtered", f"{why} or more, in row {row_P[p]}", count=0)
+        rows.report.add(*rows.sources[rows.document_P[p]], "filtered", f"{why} {row_P[p]}", count=0)
     rows.report.counts["filtered"] += int(rows.removed_R.sum())
 
 
@@ -305,8 +298,7 @@ def check_vocabulary(rows: Rows, vocab: int) -> None:
     """Raise `DataError` if any id of the rows, padding included, is outside 0..vocab - 1."""
     bad = np.flatnonzero((rows.ids_N < 0) | (rows.ids_N >= vocab))
     if len(bad):
-        piece = int(np.searchsorted(rows.offset_P, bad[0], side="right")) - 1
-        source, index = rows.sources[rows.document_P[piece]]
+        source, index = rows.sources[rows.document_P[np.searchsorted(rows.offset_P, bad[0], side="right") - 1]]
         raise DataError(
             f"{len(bad)} tokens have ids outside the model's vocabulary of {vocab} (first: id {rows.ids_N[bad[0]]} in "
             f"{source}, {index}); the tokenizer does not belong to this model, or the model's vocab is too small"

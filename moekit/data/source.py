@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Example:
     source: str = "example"
     index: int = 0  # line number (from 1) in JSONL, else row (from 0)
     first: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what else the record has
 
     @property
     def where(self) -> str:
@@ -86,7 +87,8 @@ def as_example(record: Any, source: str = "example", index: int = 0) -> Example:
         messages, first = prompt + completion, len(prompt)
     else:
         raise DataError(f"{where}: no usable fields among {', '.join(map(str, record)) or 'none'}; {FORMS}")
-    return Example(messages, source, index, first)
+    extra = {name: value for name, value in record.items() if name not in ("messages", "prompt", "completion")}
+    return Example(messages, source, index, first, extra)
 
 
 def _messages(value: Any, field: str, where: str, role: str = "") -> list[Message]:

@@ -145,9 +145,7 @@ class RunWriter:
         path = self.folder / METRICS
         held = path.exists() and path.stat().st_size > 0
         if resume is None and (held or any((self.folder / ARRAYS).glob("*.safetensors"))):
-            raise RunExistsError(
-                f"{self.folder} already holds a run; choose another folder, or resume it with resume=<step>"
-            )
+            raise RunExistsError(f"{self.folder} already holds a run; choose another, or resume it with resume=<step>")
         with storage_errors(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             if held and resume is not None:

@@ -8,7 +8,6 @@ Axis letters: B prompts of a batch, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.save import MANIFEST, latest, read_manifest
-from ..config import ModelConfig
 from ..data.chat import load_tokenizer
 from ..data.pack import Rows
 from ..data.source import as_example, load_examples
@@ -27,7 +25,7 @@ from ..errors import CheckpointError, ConfigError, DataError
 from ..learner.weights import from_checkpoint, load
 from ..model.decode import Cache, decode, prefill
 from ..model.transformer import Transformer
-from .setup import CHECKPOINTS, DTYPES, EXPORT
+from .setup import CHECKPOINTS, EXPORT
 
 Told = Callable[[int, int], None]  # told(done, total)
 
@@ -48,13 +46,11 @@ def open_model(
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"no such model folder: {folder}; give a Hugging Face folder, a checkpoint or a run folder"
-        )
+        raise CheckpointError(f"no such model folder: {folder}; a Hugging Face folder, a checkpoint or a run is wanted")
     if (folder / EXPORT / "config.json").exists():
         folder = folder / EXPORT
-    elif (found := latest(folder / CHECKPOINTS)) is not None:
-        folder = found
+    else:
+        folder = latest(folder / CHECKPOINTS) or folder
     if not (folder / MANIFEST).exists():
         return load(folder, dtype=dtype, device=device), load_tokenizer(tokenizer or folder)
     model = from_checkpoint(folder, dtype=dtype, device=device)
@@ -103,17 +99,14 @@ def sample(
     for i, p in enumerate(prompts):
         if not p or len(p) + max_new_tokens > model.config.max_positions:
             raise ConfigError(
-                f"prompt {i} has {len(p)} tokens; with max_new_tokens={max_new_tokens} it needs at least one token and "
-                f"at most {model.config.max_positions - max_new_tokens}, for the model has "
-                f"{model.config.max_positions} positions"
+                f"prompt {i} has {len(p)} tokens; with max_new_tokens={max_new_tokens} and the model's "
+                f"{model.config.max_positions} positions it needs 1 to {model.config.max_positions - max_new_tokens}"
             )
     out: dict[int, Sampled] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours in length share a batch
     for at in range(0, len(order), batch):
-        chosen = order[at : at + batch]
-        found = _sample([list(prompts[i]) for i in chosen], [seed + i for i in chosen], model, max_new_tokens,
-                        temperature, frozenset(stop_ids))  # fmt: skip
-        out |= zip(chosen, found)
+        chosen, how = order[at : at + batch], (model, max_new_tokens, temperature, frozenset(stop_ids))
+        out |= zip(chosen, _sample([list(prompts[i]) for i in chosen], [seed + i for i in chosen], *how))
         if told:
             told(len(out), len(prompts))
     return [out[i] for i in range(len(prompts))]
@@ -126,8 +119,7 @@ def _sample(
     draws = [torch.Generator().manual_seed(s) for s in seeds]
     ids: list[list[int]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
-    alive = list(range(len(prompts)))  # prompts that go on
-    rows = list(alive)  # the prompt of each row of the cache
+    rows = list(range(len(prompts)))  # the prompt of each row of the cache
     logits_BV, cache = prefill(model, prompts, max(map(len, prompts)) + most)
     for step in range(most):
         token_B = _choose(logits_BV, temperature, [draws[i] for i in rows])
@@ -135,13 +127,13 @@ def _sample(
             if not stopped[i]:
                 stopped[i] = token in stops
                 ids[i] += [] if stopped[i] else [token]
-        alive = [i for i in alive if not stopped[i]]
+        alive = [r for r, i in enumerate(rows) if not stopped[i]]
         if not alive or step + 1 == most:
             break
         if len(alive) <= len(rows) // 2:
-            keep = torch.tensor([r for r, i in enumerate(rows) if not stopped[i]], device=token_B.device)
+            keep = torch.tensor(alive, device=token_B.device)
             cache = Cache(cache.keys[:, keep], cache.values[:, keep], cache.length_B[keep])
-            token_B, rows = token_B[keep], list(alive)
+            token_B, rows = token_B[keep], [rows[r] for r in alive]
         logits_BV = decode(model, token_B, cache)
     return [Sampled(i, s) for i, s in zip(ids, stopped)]
 
@@ -176,27 +168,20 @@ def generate(
     >>> generate(model, tokenizer, ["What is 3 + 4?"])              # doctest: +SKIP
     ['7']
     """
-    chats = [[{"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
     start = [{"role": "system", "content": system}] if system is not None else []
-    ids = [
-        tokenizer.apply_chat_template([*start, *c], add_generation_prompt=True, tokenize=True, return_dict=False)
-        for c in chats
-    ]
+    chats = [[*start, *([{"role": "user", "content": p}] if isinstance(p, str) else p)] for p in prompts]
+    ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
     ends = {tokenizer.eos_token_id, model.config.eos_id} - {None}
     found = sample(model, ids, **{"stop_ids": sorted(ends), **how})
     return [tokenizer.decode(f.ids, skip_special_tokens=True) for f in found]
 
 
 def read_items(path: str | Path) -> list[dict[str, Any]]:
-    """Held-out conversations as items for `evaluate`; a JSONL line may carry the task, settings and entry of its task.
+    """Held-out conversations as items for `evaluate`; a record may carry the task, settings and entry of its task.
 
     Raises DataError: see `moekit.data.source.load_examples`.
     """
-    examples = load_examples(path)
-    if Path(path).suffix not in (".jsonl", ".ndjson"):
-        return [{"messages": e.messages} for e in examples]
-    extra = [json.loads(line) for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    return [{**record, "messages": e.messages} for record, e in zip(extra, examples)]
+    return [{**e.extra, "messages": e.messages} for e in load_examples(path)]
 
 
 def evaluate(
@@ -217,9 +202,7 @@ def evaluate(
     chats = [as_example(item, "item", i).messages for i, item in enumerate(items)]
     for i, chat in enumerate(chats):
         if chat[-1]["role"] != "assistant" or len(chat) < 2:
-            raise DataError(
-                f"item {i} does not end with the assistant's answer to something (role {chat[-1]['role']!r})"
-            )
+            raise DataError(f"item {i} does not end with the assistant's answer to something ({chat[-1]['role']!r})")
     found = generate(model, tokenizer, [c[:-1] for c in chats], max_new_tokens=max_new_tokens, **how)
     answers, tasks = [], {}
     for item, chat, answer in zip(items, chats, found):
@@ -227,11 +210,8 @@ def evaluate(
         points = score(item, answer) if "entry" in item else float(answer.strip() == wanted.strip())
         answers.append({"question": chat[-2]["content"], "wanted": wanted, "answer": answer, "score": points})
         tasks.setdefault(item.get("task", "chats"), []).append(points)
-    return {
-        **_sums([a["score"] for a in answers]),
-        "tasks": {name: _sums(points) for name, points in sorted(tasks.items())},
-        "answers": answers,
-    }
+    by_task = {name: _sums(points) for name, points in sorted(tasks.items())}
+    return {**_sums([a["score"] for a in answers]), "tasks": by_task, "answers": answers}
 
 
 def _sums(points: list[float]) -> dict[str, Any]:

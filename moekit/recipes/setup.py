@@ -33,6 +33,7 @@ from ..learner.learner import Learner
 from ..learner.mesh import World, check_layout, place
 from ..learner.stages import part_of
 from ..learner.weights import load
+from ..measure.files import existing
 from ..model.presets import PRESETS, parameter_counts, preset
 from ..model.transformer import Transformer
 
@@ -58,10 +59,8 @@ def patient(world: World) -> World:
 
 @contextmanager
 def together(world: World) -> Iterator[None]:
-    """Run a block on every rank; if it raises on any, it raises on all, with the same message.
-
-    Without this the other ranks would wait for ever in their next collective. No collective may be inside the block.
-    """
+    """Run a block on every rank; if it raises on any, it raises on all, with the same message, and none waits for ever
+    in its next collective. No collective may be inside the block."""
     error: Exception | None = None
     try:
         yield
@@ -104,20 +103,13 @@ def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
             )
         folder = here.folder
     else:
-        folder = Path(config.out) if config.out is not None else _fresh(recipe)
+        name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{recipe}"
+        names = [config.out] if config.out is not None else [name, *(f"{name}-{i}" for i in range(2, 1000))]
+        folder = next((f for f in map(Path, names) if not f.exists()), Path(names[0]))
         _look(folder, config)
     if config.resume and not any((folder / CHECKPOINTS).glob("step_*")):
         raise CheckpointError(f"nothing to resume: {folder / CHECKPOINTS} holds no checkpoint; start without resume")
     return folder
-
-
-def _fresh(recipe: str) -> Path:
-    base, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}", 1
-    name = base
-    while (Path("runs") / name).exists():
-        number += 1
-        name = f"{base}-{number}"
-    return Path("runs") / name
 
 
 def _look(folder: Path, config: SFTConfig) -> None:
@@ -135,9 +127,7 @@ def _look(folder: Path, config: SFTConfig) -> None:
             raise RunExistsError(
                 f"{folder} holds something that is not a run; nothing was touched, give another folder"
             )
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing(folder)
     probe = place / f".moekit-{time.time_ns()}"
     try:  # permission bits do not tell: not root's, not a read-only disk's
         probe.mkdir()
@@ -158,13 +148,10 @@ def clear(folder: Path) -> None:
 
 def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
     """Raise `StorageError` if the disk has no room for the checkpoints and the export that the run will write."""
-    total = parameter_counts(shape)["total"]
-    wide = max(4, DTYPES[config.dtype].itemsize)
+    item = DTYPES[config.dtype].itemsize
     saves = 1 if config.save_every is None else min(config.keep_checkpoints + 1, 1 + config.steps // config.save_every)
-    need = total * (3 * wide * saves + DTYPES[config.dtype].itemsize * config.export)  # master and two moments
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    need = parameter_counts(shape)["total"] * (3 * max(4, item) * saves + item * config.export)  # master, two moments
+    place = existing(folder)
     free = shutil.disk_usage(place).free
     if free < need:
         raise StorageError(
@@ -219,11 +206,10 @@ def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
 
 
 def make_model(config: SFTConfig, shape: ModelConfig, here: Here) -> Transformer:
-    """This rank's part of the weights of the folder, or of a preset drawn from the seed; NaN and infinity are refused."""
-    dtype, part = DTYPES[config.dtype], part_of(config.learner, shape, *place(config.learner, here.rank, here.world))
-    if Path(config.model).is_dir():
-        return load(config.model, dtype=dtype, device=here.device, part=part)
-    return Transformer(shape, dtype=dtype, device=here.device, seed=config.seed, part=part)
+    """This rank's part of the folder's weights, or of a preset drawn from the seed; NaN and infinity are refused."""
+    part = part_of(config.learner, shape, *place(config.learner, here.rank, here.world))
+    how: dict[str, Any] = {"dtype": DTYPES[config.dtype], "device": here.device, "part": part}
+    return load(config.model, **how) if Path(config.model).is_dir() else Transformer(shape, seed=config.seed, **how)
 
 
 def save(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig, done: int) -> None:

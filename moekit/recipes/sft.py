@@ -121,18 +121,13 @@ def _card(config: SFTConfig, learner: Learner, rows: Rows, folder: Path) -> RunC
 
 def _summary(card: RunCard, folder: Path, out: Path | None, learner: Learner) -> dict[str, Any]:
     loss, sums = card.results["losses"].get("loss/sft", {}), card.accounting
+    positions, rate = sums["positions"], sums["rates over the run"]["supervised tokens/s"]
     return {
-        "run": str(folder),
-        "steps": sums["steps"],
-        "skipped": learner.skipped,
-        "loss_first": loss.get("first"),
-        "loss_last": loss.get("last"),
-        "supervised_tokens": sums["positions"]["supervised"],
-        "tokens": sums["positions"]["total"] - sums["positions"]["padding"],
+        "run": str(folder), "steps": sums["steps"], "skipped": learner.skipped,
+        "loss_first": loss.get("first"), "loss_last": loss.get("last"),
+        "supervised_tokens": positions["supervised"], "tokens": positions["total"] - positions["padding"],
         "rows_dispatched": sums["routed rows"].get("dispatched", 0),
-        "rows_per_supervised_token": sums["per supervised token"]["rows dispatched"],
-        "supervised_tokens_s": sums["rates over the run"]["supervised tokens/s"],
-        "seconds": card.seconds,
-        "checkpoint": str(latest(folder / CHECKPOINTS) or ""),
+        "rows_per_supervised_token": sums["per supervised token"]["rows dispatched"], "supervised_tokens_s": rate,
+        "seconds": card.seconds, "checkpoint": str(latest(folder / CHECKPOINTS) or ""),
         "export": str(out) if out is not None else None,
-    }
+    }  # fmt: skip

@@ -70,9 +70,7 @@ def draw(
     return fig
 
 
-def _line(
-    fig: Figure, suffix: str, name: str, colour: str, step: np.ndarray, value: np.ndarray, smooth: int
-) -> None:  # fmt: skip
+def _line(fig: Figure, suffix: str, name: str, colour: str, step: np.ndarray, value: np.ndarray, smooth: int) -> None:
     import pandas as pd
 
     known = np.flatnonzero(~np.isnan(value))

@@ -36,20 +36,18 @@ else:
 # with protanopia, deuteranopia or tritanopia simulated: 20 (a test computes it).
 CLASS: dict[str, str] = dict(zip(CLASSES, ("#0067A5", "#EDA63A", "#A23B72", "#C5CBD1")))
 CLASS_TEXT: dict[str, str] = dict(zip(CLASSES, ("#005A91", "#8F5B00", "#8C2F61", "#5F6C7B")))  # dark: to write with
-CLASS_MEANING = {
-    "supervised": "predicts a token that is trained on",
-    "context": "routed, its prediction is not trained on",
-    "filtered": "its instance was removed by the filter; it still routes",
-    "padding": "fills the row",
-}
+CLASS_MEANING = dict(zip(CLASSES, (
+    "predicts a token that is trained on", "routed, its prediction is not trained on",
+    "its instance was removed by the filter; it still routes", "fills the row",
+)))  # fmt: skip
 PASSES = ("forward", "backward", "recompute", "score", "evaluate", "prefill", "decode")
 PASS = dict(zip(PASSES, ("#332288", "#88CCEE", "#44AA99", "#999933", "#DDCC77", "#CC6677", "#882255")))
 SERIES = ("#0067A5", "#D55E00", "#00856A", "#7A4FA3", "#4BA3D9", "#3E4C59")
 
 INK, MUTED, RULE, GRID, PAPER = "#1F2933", "#5F6C7B", "#9AA5B1", "#E8EBEE", "#FFFFFF"
-# Below, at and above the balanced share: teal, near white, brown.
-_COLOURS = ("#00574F", "#35978F", "#95D3C9", "#F7F7F5", "#E8CE94", "#BF812D", "#6B3D07")
-DIVERGING = list(zip((0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0), _COLOURS))
+# below, at and above the balanced share: teal, near white, brown
+DIVERGING = [(0.0, "#00574F"), (0.2, "#35978F"), (0.35, "#95D3C9"), (0.5, "#F7F7F5"), (0.65, "#E8CE94"),
+             (0.8, "#BF812D"), (1.0, "#6B3D07")]  # fmt: skip
 FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
 SIZE = {"title": 17, "subtitle": 13, "axis": 13, "tick": 12, "label": 13}  # pixels at 96 to the inch
 WIDTH, HEIGHT = 720, 400  # a cell of JupyterLab with its side bar open; 19 cm wide in print
@@ -143,7 +141,7 @@ def number(value: float | None) -> str:
     ['0.5', '1.235', '12,346', '1.235M', '3.2e-09', '–']
     """
     if value is None or not math.isfinite(value):
-        return "–" if value is None or math.isnan(value) else ("∞" if value > 0 else "-∞")
+        return "–" if value is None or math.isnan(value) else "∞" if value > 0 else "-∞"
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
         return f"{value:.3g}"
@@ -218,9 +216,9 @@ def bundle(fig: Figure, *, interactive: bool = True) -> dict[str, Any]:
 def display(fig: Figure) -> None:
     """Show a figure so that it survives saving: see `bundle`. Outside IPython the numbers are printed."""
     ipython = sys.modules.get("IPython")
-    if ipython is None or ipython.get_ipython() is None:
-        from . import tables
-
-        print(tables.text(fig))
-    else:
+    if ipython is not None and ipython.get_ipython() is not None:
         ipython.display.display(bundle(fig), raw=True)
+    else:
+        from .tables import text
+
+        print(text(fig))
