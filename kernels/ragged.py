@@ -138,7 +138,7 @@ class MoEFFN(torch.autograd.Function):
         wide = x_ND.dtype if once else torch.promote_types(x_ND.dtype, torch.float32)
         source, dsource = walk.source(x_ND), walk.source(dy_ND)
         gate_P1 = None if once else walk.gates(gate_NK, x_ND.dtype)
-        dgate_P = None if once else x_ND.new_empty(walk.total, dtype=wide)
+        dgate_P = x_ND.new_empty(0 if once else walk.total, dtype=wide)
         dx_ND = x_ND.new_zeros(source.shape, dtype=wide) if need[0] else None
         write_up = Writer(gate_up_E2FD, slot_up) if need[2] else None
         write_down = Writer(down_EDF, slot_down) if need[3] else None

@@ -10,8 +10,6 @@ that came here, E experts, e experts held here, C = 4 position classes, D width,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from ..config import LearnerConfig
 from ..errors import ConfigError
 from ..model.moe import C, DispatchCounts, Dispatcher, LocalDispatcher, Memo
 from .mesh import World
-from .transport import Combine, Plan, Send, Transport
+from .transport import KINDS, Combine, Plan, Send, Transport, one_host, places
 
 
 class ExpertParallel:
@@ -49,17 +47,7 @@ class ExpertParallel:
         """Where the rows go. Collective."""
         raise NotImplementedError
 
-    def __call__(
-        self,
-        x_PD: Tensor,
-        expert_PK: Tensor,
-        gate_PK: Tensor,
-        gate_up_E2FD: Tensor,
-        down_EDF: Tensor,
-        class_P: Tensor | None = None,
-        sizes: tuple[int, ...] = (),
-        memo: Memo | None = None,
-    ) -> tuple[Tensor, DispatchCounts | None]:
+    def __call__(self, x_PD, expert_PK, gate_PK, gate_up_E2FD, down_EDF, class_P=None, sizes=(), memo=None):
         """See `moekit.model.moe.Dispatcher`. A recomputation exchanges rows, and neither counts nor classes.
 
         Cost: P * K rows of D numbers out and back (in the dtype of x), and again in the backward. Keeps the arrived
@@ -67,20 +55,18 @@ class ExpertParallel:
         """
         if gate_up_E2FD.shape[0] * self.ep.size != self.experts:
             raise ConfigError(f"{gate_up_E2FD.shape[0]} experts here, not {self.experts} / {self.ep.size}")
-        again = memo is not None and memo.again
-        plan: Plan = memo.plan if again else self.plan(expert_PK, sizes)  # pyright: ignore[reportOptionalMemberAccess]
-        if memo is not None:
-            memo.plan = plan
-        keep = torch.is_grad_enabled()
+        memo = memo or Memo()
+        plan: Plan = memo.plan if memo.again else self.plan(expert_PK, sizes)
+        memo.plan, keep = plan, torch.is_grad_enabled()
         if keep and (gate_up_E2FD.requires_grad or gate_PK.requires_grad) and not x_PD.requires_grad:
             x_PD = x_PD.detach().requires_grad_()  # on some rank x may be a constant: its backward must still take part
-        classes = None if again else class_P
+        classes = None if memo.again else class_P
         rows_RD, class_R = Send.apply(x_PD, classes, plan, self.transport, keep)  # pyright: ignore
         if classes is not None:
             plan.counts = self._count(plan, class_R, classes)
         y_RD = ops.expert_ffn(rows_RD, plan.offset_E, gate_up_E2FD, down_EDF, plan.order_R)
         y_PD = Combine.apply(y_RD, gate_PK, plan, self.transport, keep and gate_PK.requires_grad)
-        return y_PD, None if class_P is None else plan.counts  # pyright: ignore[reportReturnType]
+        return y_PD, None if class_P is None else plan.counts
 
     def _count(self, plan: Plan, class_R: Tensor, class_P: Tensor) -> DispatchCounts:
         """Rows that run here, by the class that came with them; own rows that found no room."""
@@ -102,31 +88,23 @@ class ExpertParallel:
         self.transport.close()
 
 
-@dataclass
-class Uneven(Plan):
-    """Rows to and from every rank, on the host."""
-
-    send: list[int] = field(default_factory=list)
-    got: list[int] = field(default_factory=list)
-
-
 class AllToAll(Transport):
     """The synchronized path's transport: exactly the rows that there are, in the order of experts."""
 
     name, borrowed = "all_to_all", False
 
-    def targets(self, plan: Uneven, parts: list[Tensor]) -> list[Tensor]:
+    def targets(self, plan: Plan, parts: list[Tensor]) -> list[Tensor]:
         """Room for this rank's rows."""
         return [p.new_empty(sum(plan.send), p.shape[1]) for p in parts]
 
-    def deliver(self, plan: Uneven, targets: list[Tensor], keep: bool) -> list[Tensor]:
+    def deliver(self, plan: Plan, targets: list[Tensor], keep: bool) -> list[Tensor]:
         """One uneven all-to-all for rows, one for their classes."""
         out = [t.new_empty(sum(plan.got), t.shape[1]) for t in targets]
-        for kind, t, o in zip(("rows", "metadata"), targets, out):
+        for kind, t, o in zip(KINDS, targets, out):
             self.ep.all_to_all(t, o, plan.send, plan.got, kind)
         return out
 
-    def give_back(self, plan: Uneven, rows_RD: Tensor) -> Tensor:
+    def give_back(self, plan: Plan, rows_RD: Tensor) -> Tensor:
         """The way back."""
         out = rows_RD.new_empty(sum(plan.send), rows_RD.shape[1])
         return self.ep.all_to_all(rows_RD.contiguous(), out, plan.got, plan.send)
@@ -138,7 +116,7 @@ class SyncDispatcher(ExpertParallel):
     def __init__(self, ep: World, experts: int):
         super().__init__(ep, experts, AllToAll(ep), "sync: counts, then uneven all-to-all")
 
-    def plan(self, expert_PK: Tensor, sizes: tuple[int, ...] = ()) -> Uneven:
+    def plan(self, expert_PK: Tensor, sizes: tuple[int, ...] = ()) -> Plan:
         """Exchange counts: E numbers from every rank, read on the host."""
         ranks, held = self.ep.size, self.experts // self.ep.size
         rows = ops.sort_rows(expert_PK, self.experts)
@@ -146,21 +124,13 @@ class SyncDispatcher(ExpertParallel):
         send, got = torch.stack((rows.count_E.view(ranks, held).sum(1), count_We.sum(1))).tolist()
         local_R = torch.arange(held, device=expert_PK.device).repeat(ranks)
         local_R = torch.repeat_interleave(local_R, count_We.reshape(-1), output_size=sum(got))
-        return Uneven(
-            index_KP=inverse(rows.slot_R).view(expert_PK.shape).t().contiguous(),
-            offset_E=count_We.sum(0).cumsum(0),
-            order_R=torch.argsort(local_R, stable=True),
-            send=send,
-            got=got,
-        )
+        index_KP = inverse(rows.slot_R).view(expert_PK.shape).t().contiguous()
+        order_R = torch.argsort(local_R, stable=True)  # source ranks stand one after the other
+        return Plan(index_KP, count_We.sum(0).cumsum(0), order_R=order_R, send=send, got=got)
 
 
 def inverse(order_R: Tensor) -> Tensor:
-    """Of a permutation.
-
-    >>> inverse(torch.tensor([2, 0, 1])).tolist()
-    [1, 2, 0]
-    """
+    """Of a permutation: inverse([2, 0, 1]) = [1, 2, 0]."""
     at_R = torch.arange(order_R.shape[0], device=order_R.device)
     return torch.empty_like(order_R).scatter_(0, order_R, at_R)
 
@@ -175,7 +145,6 @@ def make_dispatcher(config: LearnerConfig, ep: World, experts: int) -> Dispatche
         ConfigError, BackendError: a transport that cannot work here.
     """
     from .rowwise import RowwiseDispatcher
-    from .transport import one_host, places
 
     if ep.size == 1:
         return LocalDispatcher()

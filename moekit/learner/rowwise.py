@@ -20,14 +20,11 @@ from .. import ops
 from ..errors import ConfigError
 from .dispatch import ExpertParallel, inverse
 from .mesh import World
-from .transport import TRANSPORTS, Buffered, Padded
+from .transport import TRANSPORTS, Padded, Plan
 
 
 def bounds(count_WE: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows start and end in every buffer, before any is dropped: [W destination, e local expert, W source].
-
-    Args:
-        count_WE: rows that each source has for each expert.
+    """Where the rows of [destination, local expert, source] start and end in the destination's buffer, none dropped.
 
     >>> start_WeW, end_WeW = bounds(torch.tensor([[1, 2], [3, 4]]))  # one expert a rank: 1 + 3 rows for rank 0
     >>> start_WeW.tolist(), end_WeW.tolist()
@@ -78,16 +75,15 @@ class RowwiseDispatcher(ExpertParallel):
         """Rows kept there / rows of its buffer, likewise."""
         return self.need.clamp(max=1)
 
-    def plan(self, expert_PK: Tensor, sizes: tuple[int, ...]) -> Buffered:
+    def plan(self, expert_PK: Tensor, sizes: tuple[int, ...]) -> Plan:
         """The keep decision, and a place for every choice of this rank's positions."""
         ranks, rank, (P, K) = self.ep.size, self.ep.rank, expert_PK.shape
         if len(sizes) != ranks or sizes[rank] != P:
             raise ConfigError(f"rowwise dispatch must know P of all {ranks} ranks: sizes={sizes}, rank {rank} has {P}")
-        room = max(1, math.ceil(self.capacity * K * sum(sizes) / ranks))
-        held = self.experts // ranks
+        held, room = self.experts // ranks, max(1, math.ceil(self.capacity * K * sum(sizes) / ranks))
+        block, at_R = max(1, min(room, K * max(sizes))), None
         rows = ops.sort_rows(expert_PK, self.experts)
-        gathered = rows.count_E.new_empty(ranks * self.experts)
-        gathered = self.ep.all_gather(gathered, rows.count_E, "metadata")
+        gathered = self.ep.all_gather(rows.count_E.new_empty(ranks * self.experts), rows.count_E, "metadata")
         start_WeW, end_WeW = bounds(gathered.view(ranks, self.experts))
         use = end_WeW[:, -1, -1].max().double() / room
         self._use = use if self._use is None else torch.maximum(self._use, use)
@@ -97,26 +93,25 @@ class RowwiseDispatcher(ExpertParallel):
         row_S = start_WeW[:, :, rank].reshape(-1)[expert_S] + position_S - first_E[expert_S]
         kept_S = row_S < room
         start, end = (t[rank].clamp(max=room) for t in (start_WeW, end_WeW))  # this rank's buffer, after dropping
-        plan = Buffered(
-            index_KP=expert_PK,
+        if isinstance(self.transport, Padded):
+            nowhere = ranks * block
+            lane_S = position_S - first_E[::held][home_S]  # this rank's rows for one destination, counted from 0
+            index_S = torch.where(kept_S, home_S * block + lane_S, nowhere)
+            row_R = torch.arange(room, device=expert_S.device)
+            bucket_R = torch.searchsorted(end.reshape(-1), row_R, right=True).clamp(max=held * ranks - 1)
+            count_eW = end_WeW[rank] - start_WeW[rank]
+            before_eW = count_eW.cumsum(0) - count_eW  # rows from the same source for earlier experts
+            lane_R = row_R + (before_eW - start).reshape(-1)[bucket_R]
+            at_R = torch.where(row_R < end[-1, -1], bucket_R % ranks * block + lane_R, nowhere)
+        else:
+            index_S = torch.where(kept_S, home_S * (room + 1) + row_S, rank * (room + 1) + room)
+        return Plan(
+            index_KP=index_S.view(P, K).t().contiguous(),
             offset_E=end[:, -1].contiguous(),
-            dropped_P=(~kept_S).view(P, K).sum(1),
             room=room,
-            block=max(1, min(room, K * max(sizes))),
+            block=block,
+            at_R=at_R,
+            dropped_P=(~kept_S).view(P, K).sum(1),
             sent=(kept_S & (home_S != rank)).sum(),
             served=(end - start).sum() - (end - start)[:, rank].sum(),
         )
-        if isinstance(self.transport, Padded):
-            nowhere = ranks * plan.block
-            lane_S = position_S - first_E[::held][home_S]  # this rank's rows for one destination, counted from 0
-            index_S = torch.where(kept_S, home_S * plan.block + lane_S, nowhere)
-            at_R = torch.arange(room, device=expert_S.device)
-            bucket_R = torch.searchsorted(end.reshape(-1), at_R, right=True).clamp(max=held * ranks - 1)
-            count_eW = end_WeW[rank] - start_WeW[rank]
-            before_eW = count_eW.cumsum(0) - count_eW  # rows from the same source for earlier experts
-            lane_R = at_R + (before_eW - start).reshape(-1)[bucket_R]
-            plan.at_R = torch.where(at_R < end[-1, -1], bucket_R % ranks * plan.block + lane_R, nowhere)
-        else:
-            index_S = torch.where(kept_S, home_S * (room + 1) + row_S, rank * (room + 1) + room)
-        plan.index_KP = index_S.view(P, K).t().contiguous()
-        return plan

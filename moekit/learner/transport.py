@@ -16,7 +16,8 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,21 @@ KINDS = ("rows", "metadata")  # what is delivered: rows, and the class of each r
 
 @dataclass
 class Plan:
-    """Where the rows of one microbatch and layer go. Tensors stay on their device."""
+    """Where the rows of one microbatch and layer go. Tensors are int64 and stay on their device."""
 
-    index_KP: Tensor  # int64: choice k of position p stands there, in `targets` and in what `give_back` returns
-    offset_E: Tensor  # int64: where the rows of each expert held here end
-    order_R: Tensor | None = None  # the r-th arrived row in expert order; None = they stand in that order
-    dropped_P: Tensor | None = None  # int64: choices of each position that found no room; None = all did
+    index_KP: Tensor  # choice k of position p stands there, in `targets` and in what `give_back` returns
+    offset_E: Tensor  # where the rows of each expert held here end
     counts: Any = None  # the `DispatchCounts` of the first forward
-
-
-@dataclass
-class Buffered(Plan):
-    """A plan for buffers of fixed size."""
-
-    room: int = 1  # rows of every rank's buffer
-    block: int = 1  # rows that one rank can send to one other; padded and symmetric only
-    at_R: Any = None  # int64: where buffer row r stands in W blocks received, W * block = nowhere; padded, symmetric
-    sent: Any = 0  # int64 scalars: rows of this rank kept by others, rows of others kept here
+    # exactly the rows that there are:
+    order_R: Tensor | None = None  # the r-th arrived row in expert order; None = they stand in that order
+    send: list[int] = field(default_factory=list)  # rows to and from every rank
+    got: list[int] = field(default_factory=list)
+    # buffers of fixed size:
+    room: int = 0  # rows of every rank's buffer
+    block: int = 0  # rows that one rank can send to one other
+    dropped_P: Tensor | None = None  # choices of each position that found no room
+    at_R: Any = None  # where buffer row r stands in W blocks that arrived, W * block = nowhere; padded and symmetric
+    sent: Any = 0  # rows of this rank kept by others, and rows of others kept here
     served: Any = 0
 
 
@@ -66,15 +65,27 @@ class Transport:
 
     name = ""
     borrowed = True  # what `give_back` returns is overwritten soon, or larger than the rows that were asked for
-    targets: Callable[[Any, list[Tensor]], list[Tensor]]
-    deliver: Callable[[Any, list[Tensor], bool], list[Tensor]]
-    give_back: Callable[[Any, Tensor], Tensor]
+    targets: Callable[[Plan, list[Tensor]], list[Tensor]]
+    deliver: Callable[[Plan, list[Tensor], bool], list[Tensor]]
+    give_back: Callable[[Plan, Tensor], Tensor]
 
     def __init__(self, ep: World):
-        self.ep = ep
+        self.ep, self.turn = ep, 0
+        self.memory: Any = None  # uint8, two windows; of transports that have them
+
+    def _window(self, rows: int, parts: list[Tensor], make: Callable[[World, int], Tensor]) -> list[Tensor]:
+        """Pieces [rows, width] of the window whose turn it is, for every part; memory is made anew if too small."""
+        sizes = [rows * p.shape[1] * p.element_size() for p in parts]
+        starts = [0, *accumulate(-(-n // ALIGN) * ALIGN for n in sizes)]
+        if self.memory is None or starts[-1] > self.memory.shape[0] // 2:
+            self.memory = make(self.ep, 2 * starts[-1])
+        self.turn = 1 - self.turn
+        window = self.memory[self.turn * (self.memory.shape[0] // 2) :]
+        return [window[a : a + n].view(p.dtype).view(rows, p.shape[1]) for a, n, p in zip(starts, sizes, parts)]
 
     def close(self) -> None:
         """Free what is held."""
+        self.memory = None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -93,11 +104,7 @@ class Send(torch.autograd.Function):
                 target.index_copy_(0, index_P, part)
         rows_RD, *classes = transport.deliver(plan, targets, keep)
         ctx.plan, ctx.transport, ctx.positions = plan, transport, x_PD.shape[0]
-        if not classes:
-            return rows_RD, None
-        class_R = classes[0][:, 0]
-        ctx.mark_non_differentiable(class_R)
-        return rows_RD, class_R
+        return rows_RD, classes[0][:, 0] if classes else None
 
     @staticmethod
     @once_differentiable
@@ -121,10 +128,9 @@ class Combine(torch.autograd.Function):
         if keep and transport.borrowed:
             back = back.index_select(0, index_KP.reshape(-1))
             index_KP = torch.arange(index_KP.numel(), device=back.device).view_as(index_KP)
-        wide = _wide(back.dtype)
-        y_PD = back.new_zeros(gate_PK.shape[0], back.shape[1], dtype=wide)
-        for index_P, gate_P in zip(index_KP.unbind(), gate_PK.to(wide).unbind(1)):
-            y_PD.addcmul_(back.index_select(0, index_P).to(wide), gate_P[:, None])
+        y_PD = back.new_zeros(gate_PK.shape[0], back.shape[1], dtype=_wide(back.dtype))
+        for index_P, gate_P in zip(index_KP.unbind(), gate_PK.to(y_PD.dtype).unbind(1)):
+            y_PD.addcmul_(back.index_select(0, index_P).to(y_PD.dtype), gate_P[:, None])
         ctx.save_for_backward(gate_PK, back if keep else None, index_KP)
         ctx.plan, ctx.transport = plan, transport
         return y_PD.to(rows_RD.dtype)
@@ -144,9 +150,6 @@ class Combine(torch.autograd.Function):
         for k, index_P in enumerate(index_KP.unbind()):
             dgate_PK[:, k] = (dy * back.index_select(0, index_P)).sum(-1)
         return drows_RD, dgate_PK, None, None, None
-
-
-# ---------------------------------------------------------------------- processes of one host
 
 
 def places(ep: World) -> list[str]:
@@ -169,8 +172,7 @@ def map_segment(ep: World, size: int) -> Tensor:
     Raises:
         StorageError: on all ranks, if it does not fit.
     """
-    path, problem = FOLDER / ep.gather(f"moekit-{uuid.uuid4().hex}")[0], ""
-    memory = None
+    path, problem, memory = FOLDER / ep.gather(f"moekit-{uuid.uuid4().hex}")[0], "", None
     try:
         for turn in (0, 1):  # rank 0 makes it, then the others open it
             if (ep.rank > 0) == turn:
@@ -184,8 +186,7 @@ def map_segment(ep: World, size: int) -> Tensor:
                         os.close(fd)
                 except OSError as error:
                     problem = f"rank {ep.rank}: {error.strerror}"
-            problems = [p for p in ep.gather(problem) if p]
-            if problems:
+            if problems := [p for p in ep.gather(problem) if p]:
                 room = os.statvfs(FOLDER)
                 raise StorageError(
                     f"rowwise dispatch asked for {size:,} bytes of shared memory, {FOLDER} has "
@@ -195,18 +196,6 @@ def map_segment(ep: World, size: int) -> Tensor:
     finally:  # all have mapped it, or somebody gave up or is gone: whoever is left takes the name away
         path.unlink(missing_ok=True)
     return torch.frombuffer(memory, dtype=torch.uint8)  # pyright: ignore[reportArgumentType]
-
-
-def _bytes(rows: int, parts: list[Tensor]) -> int:
-    """What `_carve` takes: every piece starts at a multiple of ALIGN."""
-    return sum(-(-rows * p.shape[1] * p.element_size() // ALIGN) * ALIGN for p in parts)
-
-
-def _carve(memory: Tensor, rows: int, parts: list[Tensor]) -> list[Tensor]:
-    """Pieces [rows, width] of uint8 memory, one for each part."""
-    starts = [_bytes(rows, parts[:i]) for i in range(len(parts))]
-    ends = [a + rows * p.shape[1] * p.element_size() for a, p in zip(starts, parts)]
-    return [memory[a:z].view(p.dtype).view(rows, p.shape[1]) for a, z, p in zip(starts, ends, parts)]
 
 
 class SharedMemory(Transport):
@@ -235,18 +224,16 @@ class SharedMemory(Transport):
                 f"transport='shared_memory' needs all {ep.size} expert-parallel ranks on one host with {FOLDER}; "
                 f"they are on {sorted(set(found))}; set transport='padded'"
             )
-        self.memory, self.turn = None, 0  # uint8
 
-    def _window(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
+    def targets(self, plan: Plan, parts: list[Tensor]) -> list[Tensor]:
         """[W * (room + 1), width] for every part, in the window that is next."""
-        rows = self.ep.size * (plan.room + 1)
-        if self.memory is None or _bytes(rows, parts) > self.memory.shape[0] // 2:
-            self.memory = None  # unmap first; peers who still read the old one have mapped it themselves
-            self.memory = map_segment(self.ep, 2 * _bytes(rows, parts))
-        self.turn = 1 - self.turn
-        return _carve(self.memory[self.turn * (self.memory.shape[0] // 2) :], rows, parts)
+        return self._window(self.ep.size * (plan.room + 1), parts, self._map)
 
-    def _own(self, plan: Buffered, window: Tensor) -> Tensor:
+    def _map(self, ep: World, size: int) -> Tensor:
+        self.memory = None  # all let go of the old one before the new one is made
+        return map_segment(ep, size)
+
+    def _own(self, plan: Plan, window: Tensor) -> Tensor:
         return window.view(self.ep.size, plan.room + 1, -1)[self.ep.rank]
 
     def _wait(self) -> None:
@@ -259,11 +246,7 @@ class SharedMemory(Transport):
                 f"did not answer in time; look at the other ranks' logs ({error})"
             ) from error
 
-    def targets(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
-        """The next window."""
-        return self._window(plan, parts)
-
-    def deliver(self, plan: Buffered, targets: list[Tensor], keep: bool) -> list[Tensor]:
+    def deliver(self, plan: Plan, targets: list[Tensor], keep: bool) -> list[Tensor]:
         """This rank's buffer, copied if it is to be kept."""
         self._wait()
         for kind, t in zip(KINDS, targets):
@@ -271,22 +254,15 @@ class SharedMemory(Transport):
         own = [self._own(plan, t)[: plan.room] for t in targets]
         return [t.clone() for t in own] if keep else own
 
-    def give_back(self, plan: Buffered, rows_RD: Tensor) -> Tensor:
+    def give_back(self, plan: Plan, rows_RD: Tensor) -> Tensor:
         """The window that holds everybody's buffer; the own trash row, which dropped rows read, is zero."""
-        (window,) = self._window(plan, [rows_RD])
+        (window,) = self.targets(plan, [rows_RD])
         own = self._own(plan, window)
         own[: plan.room].copy_(rows_RD)
         own[plan.room].zero_()
         self.ep.wire.add("rows", plan.served * (rows_RD.shape[1] * rows_RD.element_size()))
         self._wait()
         return window
-
-    def close(self) -> None:
-        """Give the memory back. The file has had no name since all ranks mapped it."""
-        self.memory = None
-
-
-# ---------------------------------------------------------------------- anywhere
 
 
 class Padded(Transport):
@@ -298,7 +274,7 @@ class Padded(Transport):
 
     name = "padded"
 
-    def targets(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
+    def targets(self, plan: Plan, parts: list[Tensor]) -> list[Tensor]:
         """W blocks and a last row for what is not sent."""
         return [p.new_empty(self.ep.size * plan.block + 1, p.shape[1]) for p in parts]
 
@@ -309,17 +285,14 @@ class Padded(Transport):
         out[-1].zero_()
         return out
 
-    def deliver(self, plan: Buffered, targets: list[Tensor], keep: bool) -> list[Tensor]:
+    def deliver(self, plan: Plan, targets: list[Tensor], keep: bool) -> list[Tensor]:
         """This rank's buffer, its rows picked from the blocks."""
         return [self._swap(t, kind).index_select(0, plan.at_R) for kind, t in zip(KINDS, targets)]
 
-    def give_back(self, plan: Buffered, rows_RD: Tensor) -> Tensor:
+    def give_back(self, plan: Plan, rows_RD: Tensor) -> Tensor:
         """Own rows in the blocks that they were sent in."""
         (target,) = self.targets(plan, [rows_RD])
         return self._swap(target.index_copy_(0, plan.at_R, rows_RD), "rows")
-
-
-# ---------------------------------------------------------------------- GPUs of one host
 
 
 class Symmetric(Padded):
@@ -341,21 +314,18 @@ class Symmetric(Padded):
                 "use 'shared_memory' between processes of a host, or 'padded'"
             )
         super().__init__(ep)
-        self.memory: Any = None
-        self.handle: Any = None
-        self.turn = self.half = 0
 
-    def targets(self, plan: Buffered, parts: list[Tensor]) -> list[Tensor]:
+    def targets(self, plan: Plan, parts: list[Tensor]) -> list[Tensor]:
         """Pieces of the next window of this rank's symmetric memory."""
+        return self._window(self.ep.size * plan.block + 1, parts, self._rendezvous)
+
+    def _rendezvous(self, ep: World, size: int) -> Tensor:
         from torch.distributed import _symmetric_memory as symmetric
 
-        rows = self.ep.size * plan.block + 1
-        if _bytes(rows, parts) > self.half:
-            self.half = _bytes(rows, parts)
-            self.memory = symmetric.empty(2 * self.half, dtype=torch.uint8, device=parts[0].device)
-            self.handle = symmetric.rendezvous(self.memory, self.ep.group)  # pyright: ignore
-        self.turn = 1 - self.turn
-        return _carve(self.memory[self.turn * self.half :], rows, parts)
+        torch.cuda.synchronize()  # the old memory may go: nobody reads it once all ranks are here
+        made = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        self.handle: Any = symmetric.rendezvous(made, ep.group)  # pyright: ignore[reportArgumentType]
+        return made
 
     def _swap(self, target: Tensor, kind: str) -> Tensor:
         """The block for this rank from everybody's target."""
@@ -368,11 +338,6 @@ class Symmetric(Padded):
         self.ep.wire.add(kind, (size - 1) * block * width * target.element_size())
         out[-1].zero_()
         return out
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.memory = self.handle = None
-        self.half = 0
 
 
 TRANSPORTS: dict[str, type] = {t.name: t for t in (SharedMemory, Padded, Symmetric)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from moekit.config import LearnerConfig
 from moekit.errors import ConfigError
-from moekit.learner import transport
+from moekit.learner import dispatch, transport
 from moekit.learner.dispatch import SyncDispatcher, make_dispatcher
 from moekit.learner.mesh import World
 from moekit.measure.memory import saved_bytes
@@ -184,7 +184,8 @@ def test_the_dispatcher_of_a_configuration(monkeypatch):
     for r in d.results(2):
         assert r["made sync"][0] == "SyncDispatcher" and r["made sync"][1].startswith("sync")
         assert r["made rowwise"] == ("RowwiseDispatcher", "rowwise, shared_memory: CPU ranks on one host")
-    monkeypatch.setattr(transport, "places", lambda ep: ["a/1", "b/1"])
+    for module in (dispatch, transport):
+        monkeypatch.setattr(module, "places", lambda ep: ["a/1", "b/1"])
     monkeypatch.setattr(World, "device", torch.device("cpu"))
     made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
     assert made.explain.startswith("rowwise, padded: CPU ranks on several hosts")

@@ -35,7 +35,9 @@ class Gathered(World):
     def gather(self, value):
         return [value] * self.size
 
-    device = torch.device("cpu")
+    @property
+    def device(self):
+        return torch.device("cpu")
 
 
 def plans(experts, total, capacity, name):

@@ -11,7 +11,7 @@ import torch
 from moekit.errors import BackendError, ConfigError, StorageError
 from moekit.learner.mesh import Wire, World
 from moekit.learner.rowwise import RowwiseDispatcher
-from moekit.learner.transport import FOLDER, Buffered, SharedMemory, map_segment, one_host, places
+from moekit.learner.transport import FOLDER, Plan, SharedMemory, map_segment, one_host, places
 
 sys.path.insert(0, str(Path(__file__).parent))
 d = importlib.import_module("dispatching")
@@ -101,7 +101,7 @@ def test_the_name_goes_when_a_peer_does():
 
 def plan(room):
     """All of 2 positions' rows in order, the third is dropped."""
-    return Buffered(torch.tensor([[0, 1, room]]), torch.tensor([2]), room=room, sent=torch.tensor(0), served=0)
+    return Plan(torch.tensor([[0, 1, room]]), torch.tensor([2]), room=room, sent=torch.tensor(0), served=0)
 
 
 def test_windows_alternate_grow_and_keep_what_was_copied():
