@@ -62,9 +62,7 @@ class Report:
 
 def report(runs: str | Path = "runs") -> Report:
     """Look at everything; print what comes back, or read its `sections`, `warnings`, `missing` and `exit_code`.
-
-    Args: `runs`: the folder that holds the run folders of this project.
-    """
+    Args: `runs`: the folder that holds the run folders of this project."""
     found = Report()
     for title, look in {
         "Versions": _versions,

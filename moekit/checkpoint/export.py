@@ -43,7 +43,6 @@ def write(
     overwrite: bool = False,
 ) -> Path:
     """Write config.json, generation_config.json, safetensors (with an index when sharded) and the tokenizer.
-
     Args:
         model: a `Transformer` (anything with `config` and its parameter names). Weights are written as they are, in
             their dtype.
@@ -59,8 +58,7 @@ def write(
         ConfigError: the family cannot hold the model, or the tokenizer has more tokens than the model.
         CheckpointError: `path` exists, or `tokenizer` is not one.
         StorageError: no room, or the place cannot be written. Nothing half-written stays.
-    Cost: extra memory of at most one shard where parameters are on another device, none to speak of on CPU.
-    """
+    Cost: extra memory of at most one shard where parameters are on another device, none to speak of on CPU."""
     config: ModelConfig = model.config  # type: ignore[assignment]
     if naming not in ("per_expert", "fused"):
         raise ConfigError(f"naming={naming!r} is not one of 'per_expert', 'fused'")
@@ -102,9 +100,7 @@ def write(
 
 def choose_family(config: ModelConfig, family: str | None = None) -> Family:
     """The family to write `config` as: the one asked for, else the one that it came from.
-
-    Raises `ConfigError` if there is none, or if it cannot hold the model; then all that it cannot hold is named.
-    """
+    Raises `ConfigError` if there is none, or if it cannot hold the model; then all that it cannot hold is named."""
     name = family or config.family
     able = [f.name for f in FAMILIES.values() if not _cannot_hold(config, f)]
     hint = f"families that can hold this model: {', '.join(able) or 'none of ' + ', '.join(FAMILIES)}"

@@ -106,16 +106,12 @@ def family_of(values: dict[str, Any], where: str = "config.json") -> Family:
 
 def config_from_hf(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """The `ModelConfig` that a Hugging Face config.json describes.
-
-    Args:
-        values: the parsed JSON object.
-        where: its path, for error messages.
+    Args: `values`: the parsed JSON object. `where`: its path, for error messages.
     Returns: The config, with `family` set. An absent key has the default of the family's own configuration class. Of
         several eos ids the first is kept, and a special id outside the vocabulary, which no token can have, is None.
     Raises:
         CheckpointError: unknown family, a value of the wrong kind, or features that moekit's model does not have (all
-            of them in one message, each with its value).
-    """
+            of them in one message, each with its value)."""
     family = family_of(values, where)
     read = _Reader(values, family, where)
     same: dict[str, Any] = {field: read.integer(key) for field, key in _INTEGERS.items()}

@@ -49,11 +49,9 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def stored_tensors(path: str | Path) -> dict[str, Stored]:
     """Every tensor in a folder's safetensors files, by name, from the files' headers alone.
-
     Raises:
         CheckpointError: no safetensors in the folder, a file of the index that is missing, damaged, or lacks a tensor
-            that the index says it has.
-    """
+            that the index says it has."""
     folder = _folder(path)
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
@@ -86,8 +84,7 @@ def stored_tensors(path: str | Path) -> dict[str, Stored]:
 def stored_dtype(path: str | Path) -> torch.dtype:
     """The narrowest dtype of moekit's models that holds every stored value exactly.
 
-    bfloat16 where all tensors are; float64 where one is; else float32, so float16 becomes float32.
-    """
+    bfloat16 where all tensors are; float64 where one is; else float32, so float16 becomes float32."""
     kinds = {stored.dtype for stored in stored_tensors(path).values()}
     return torch.bfloat16 if kinds == {"BF16"} else torch.float64 if "F64" in kinds else torch.float32
 
@@ -109,8 +106,7 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
         CheckpointError: tensors that are missing, not expected, of another shape or of a dtype that is not a float;
             all named in one error, before anything is copied.
         NumericsError: a tensor with NaN or infinity, named. The model is then partly written: throw it away.
-    Cost: reads each byte once. Extra memory: a slice at most, mapped from the file.
-    """
+    Cost: reads each byte once. Extra memory: a slice at most, mapped from the file."""
     folder = _folder(path)
     family = family_of(read_json(folder / CONFIG), str(folder / CONFIG))
     stored = stored_tensors(folder)
@@ -135,14 +131,12 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
 
 def check_tokenizer(config: ModelConfig, tokenizer: Any) -> None:
     """Raise an error if `tokenizer` can produce an id that the model has no row for.
-
     Args:
         config: of the model. A vocabulary larger than the tokenizer's is fine: many are padded.
         tokenizer: a Transformers tokenizer, or a folder that holds one.
     Raises:
         ConfigError: it can; both numbers are named.
-        CheckpointError: the folder holds no tokenizer.
-    """
+        CheckpointError: the folder holds no tokenizer."""
     if isinstance(tokenizer, (str, Path)):
         tokenizer = _tokenizer_of(Path(tokenizer).expanduser())
     ids = tokenizer.get_vocab().values()

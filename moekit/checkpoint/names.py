@@ -40,13 +40,11 @@ class Piece:
 
 def pieces(config: ModelConfig, family: Family, naming: Naming = "per_expert") -> list[Piece]:
     """All tensors of the folder, in the order of the layers; together they cover every parameter exactly once.
-
     Args:
         config: shape of the model.
         family: as which it is written, or was.
         naming: "per_expert": one tensor for each matrix of each expert, as released checkpoints have it; "fused": all
-            experts of a layer in one tensor, as Transformers 5 holds them in memory.
-    """
+            experts of a layer in one tensor, as Transformers 5 holds them in memory."""
     c, out = config, []
 
     def split(parameter: str, width: int, *parts: tuple[str, int]) -> None:

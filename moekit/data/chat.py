@@ -48,7 +48,6 @@ class Document:
 
 def load_tokenizer(tokenizer: Any) -> Any:
     """A Hugging Face tokenizer: `tokenizer` itself, or what is in the folder of that name.
-
     Raises DataError: no such folder, no chat template, or a tokenizer that cannot say which characters a token covers.
     """
     if isinstance(tokenizer, (str, Path)):
@@ -84,7 +83,6 @@ def render_all(
     report: Report | None = None, reject: bool = False, progress: Progress | None = None,
 ) -> list[Document]:  # fmt: skip
     """Render conversations as documents: ids of the full rendering and a mask of the assistant's turns.
-
     Args:
         examples: conversations (`moekit.data.source`).
         tokenizer: a Hugging Face tokenizer or its folder.
@@ -94,8 +92,7 @@ def render_all(
         progress: called as `progress(done, total, "rendering")`.
     Raises:
         DataError: names the example and the template. The template refuses a conversation or ignores a message, there
-            is no assistant message, or the assistant's turns cannot be found or have no token.
-    """
+            is no assistant message, or the assistant's turns cannot be found or have no token."""
     tokenizer = load_tokenizer(tokenizer)
     report = Report() if report is None else report
     checked = [e if isinstance(e, Example) else as_example(e, index=i) for i, e in enumerate(examples)]

@@ -16,15 +16,13 @@ def build(
     progress: Progress | None = None,
 ) -> Rows:  # fmt: skip
     """Rows of fixed length from chats. `rows.report` says what became of every example.
-
     Args:
         data: a .jsonl or .parquet file, a folder of `datasets`, a `datasets.Dataset`, or a list of dictionaries.
         tokenizer: a Hugging Face tokenizer with a chat template, or its folder.
         config: how examples become rows.
         reject: leave out examples that cannot be used, and report them. False (default) = raise at the first.
         progress: called as `progress(done, total, stage)` while rendering.
-    Raises DataError: the data cannot be used as given; names the line.
-    """
+    Raises DataError: the data cannot be used as given; names the line."""
     config = DataConfig() if config is None else config
     tokenizer = load_tokenizer(tokenizer)
     report = Report()
@@ -41,6 +39,5 @@ def build(
 def pad_id(tokenizer: Any) -> int:
     """The id at padding positions: the tokenizer's padding token, else its end-of-text token, else 0.
 
-    Padding is known by its place (segment -1), never by its id, so any id will do.
-    """
+    Padding is known by its place (segment -1), never by its id, so any id will do."""
     return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

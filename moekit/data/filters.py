@@ -16,7 +16,6 @@ from ..errors import ConfigError
 
 def is_periodic(ids: np.ndarray | list[int], max_period: int = 13, min_repeats: int = 32) -> bool:
     """Whether some pattern of 1..`max_period` tokens occurs at least `min_repeats` times in a row.
-
     Args:
         ids: [n] integers, one instance without its padding (pads are a pattern of period 1 themselves).
         max_period: longest pattern looked for, in tokens, at least 1.
@@ -35,12 +34,9 @@ def find_periodic(ids_N: np.ndarray, offset_I: np.ndarray, max_period: int = 13,
 
     A pattern of p tokens repeats m times where ids[i] = ids[i + p] holds for (m - 1) p neighbouring i.
 
-    Args:
-        ids_N: [N] integers.
-        offset_I: [I + 1] ascending, instance i is `ids_N[offset_I[i]:offset_I[i + 1]]`.
+    Args: `ids_N`: [N] integers. `offset_I`: [I + 1] ascending, instance i is `ids_N[offset_I[i]:offset_I[i + 1]]`.
     Returns: [I] bool.
-    Cost: `max_period` passes over N tokens.
-    """
+    Cost: `max_period` passes over N tokens."""
     if max_period < 1 or min_repeats < 2:
         raise ConfigError(f"filter: max_period={max_period} must be at least 1, min_repeats={min_repeats} at least 2")
     offset_I = np.asarray(offset_I, np.int64)

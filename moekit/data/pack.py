@@ -69,9 +69,7 @@ class Rows:
 
     def batch(self, indices: Sequence[int] | np.ndarray | slice = slice(None)) -> Batch:
         """The rows `indices`, in that order, as a `Batch` [B, T]; B may be 0. `Batch.removed` counts these rows only.
-
-        Raises DataError: an index is not in 0..len(rows) - 1.
-        """
+        Raises DataError: an index is not in 0..len(rows) - 1."""
         chosen = np.arange(len(self))[indices] if isinstance(indices, slice) else np.asarray(indices, np.int64)
         bad = chosen[(chosen < 0) | (chosen >= len(self))]
         if len(bad):
@@ -220,7 +218,6 @@ def _arrange(size_P: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.nda
 
 def best_fit_decreasing(size_P: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each piece: longest pieces first, each into the fullest row that still has room for it.
-
     Args: `size_P`: [P] integers in 1..capacity.
     Returns: [P] int64 row numbers without gaps; depends on the sizes and their order only.
     Cost: P steps; each looks up the tightest room in one integer of `capacity` bits (bit c set: some row has exactly c

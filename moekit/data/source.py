@@ -42,7 +42,6 @@ JSONL = (".jsonl", ".ndjson")
 
 def load_examples(source: Any, *, reject: Callable[[str, int, str], None] | None = None) -> list[Example]:
     """Read and check all examples of a data set; see `Example`.
-
     Args:
         source: a .jsonl or .parquet file; a folder written by `datasets.Dataset.save_to_disk`; a `datasets.Dataset`;
             or a list of dictionaries (or of `Example`).
@@ -71,7 +70,6 @@ def load_examples(source: Any, *, reject: Callable[[str, int, str], None] | None
 
 def as_example(record: Any, source: str = "example", index: int = 0) -> Example:
     """A checked `Example` of one dictionary.
-
     Raises:
         DataError: it has neither form, no message, or a message without role, content or with content that is not text.
     """

@@ -68,9 +68,7 @@ class Template:
 
     def spans(self, messages: list[Message], full: str) -> dict[int, Span]:
         """Character span of every assistant message (by its place) in the rendering `full`.
-
-        Raises Unproved: they cannot be proved, or a message is not rendered.
-        """
+        Raises Unproved: they cannot be proved, or a message is not rendered."""
         try:
             found = self._one_by_one(messages, full)
         except (Unproved, Refused) as first:
@@ -124,8 +122,7 @@ class Template:
         """How much of `gap`, the template's text before message `at`, is given: up to where a model would start.
 
         That is behind the generation prompt. Where the gap does not have it, the text itself is where the turn
-        begins; but a template without one may leave white space to the model, behind all that the prompt ends with.
-        """
+        begins; but a template without one may leave white space to the model, behind all that the prompt ends with."""
         before = messages[:at] or [{"role": "user", "content": "x"}]
         try:
             plain, prompted = self.text(before), self.text(before, prompt=True)

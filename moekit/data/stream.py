@@ -19,8 +19,7 @@ from .pack import Rows
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of 0..rows - 1 that depends on nothing but its arguments, whatever numpy's version.
 
-    Rows are sorted by a hash of (seed, epoch, row): the finalizer of splitmix64 (Steele et al. 2014).
-    """
+    Rows are sorted by a hash of (seed, epoch, row): the finalizer of splitmix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         key = _mix(_mix(np.uint64(seed % 2**64)) + np.uint64(epoch))
         return np.argsort(_mix(key + np.arange(rows, dtype=np.uint64)), kind="stable")
@@ -35,7 +34,6 @@ def _mix(x: Any) -> Any:
 
 class RowStream:
     """Steps of `batch_rows` rows, epoch after epoch; the same on all ranks, each of which takes its share.
-
     Args:
         batch_rows: rows of one optimizer step over all ranks; an epoch's last step may have fewer.
         seed: of the order.
@@ -81,9 +79,7 @@ class RowStream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, on any number of ranks and with any `batch_rows`.
-
-        Raises DataError: the state was saved on other rows, or with another seed or order.
-        """
+        Raises DataError: the state was saved on other rows, or with another seed or order."""
         now = self.state()
         for name in ("rows", "fingerprint", "seed", "shuffle"):
             if state.get(name) != now[name]:

@@ -44,7 +44,6 @@ def make_task(
     name: str, split: Literal["train", "heldout"], size: int, seed: int = 0, **settings: Any
 ) -> list[dict[str, Any]]:
     """Items of a task, all with different questions, as chats that `moekit.data.dataset.build` takes.
-
     Args:
         name: a reasoning-gym task; `SMALL` lists those that suit a small model.
         split: "train" or "heldout"; no question is in both.
@@ -55,8 +54,7 @@ def make_task(
         `settings`, `entry` (question, answer and metadata as reasoning-gym made them).
     Raises:
         BackendError: reasoning-gym is not installed.
-        DataError: no such task or setting, or it has fewer different questions than asked for.
-    """
+        DataError: no such task or setting, or it has fewer different questions than asked for."""
     if split not in ("train", "heldout"):
         raise DataError(f"split={split!r} is not 'train' or 'heldout'")
     if size < 1:
@@ -88,8 +86,7 @@ def score(item: dict[str, Any], answer: str) -> float:
     """How good `answer` is for an item of `make_task`, from 0 to 1, by reasoning-gym's own scorer of the task.
 
     White space around the answer is taken off first. 1.0 means right; a scorer may give part of a point, for example
-    for an answer that holds the right one among other text.
-    """
+    for an answer that holds the right one among other text."""
     return float(_scorer(item["task"], json.dumps(item["settings"]))(answer.strip(), item["entry"]))
 
 

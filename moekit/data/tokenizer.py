@@ -40,8 +40,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *
         folder: made if need be; usable with `AutoTokenizer.from_pretrained`.
         min_frequency: pairs that occur more rarely are not merged. A high one merges the words that every text repeats
             and leaves rare words in letters, which a small model needs to spell.
-    Raises DataError: the vocabulary is too small, or there is no text.
-    """
+    Raises DataError: the vocabulary is too small, or there is no text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

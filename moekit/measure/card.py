@@ -130,8 +130,7 @@ def hash_folder(path: str | Path) -> str:
     Files are hashed one by one, in threads, and their names and digests in the order of names. The same weights cut
     into other shards have another hash. Cost: reads the folder once.
 
-    Raises CheckpointError: no such folder, or no safetensors file in it.
-    """
+    Raises CheckpointError: no such folder, or no safetensors file in it."""
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"there is no model folder {folder}")
@@ -186,8 +185,7 @@ def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
 def losses(metrics: pd.DataFrame) -> dict[str, dict[str, float]]:
     """First, last and smallest value of every loss/... and eval/... metric, and how often it was not finite.
 
-    A learner's record (one with `step/index`) has every loss, so that a missing loss there is a NaN.
-    """
+    A learner's record (one with `step/index`) has every loss, so that a missing loss there is a NaN."""
     out = {}
     learners = np.asarray(metrics["step/index"].notna()) if "step/index" in metrics else None
     for name in (n for n in metrics.columns if n.startswith(("loss/", "eval/"))):

@@ -42,9 +42,7 @@ class Series:
 
 class ArrayWriter:
     """Collects arrays step by step and writes chunks into `folder`, which is made with the first chunk.
-
-    Args: `resume`: cut what is recorded at this step or later; None = `folder` holds no chunk yet.
-    """
+    Args: `resume`: cut what is recorded at this step or later; None = `folder` holds no chunk yet."""
 
     def __init__(self, folder: str | Path, resume: int | None = None):
         self.folder = Path(folder)
@@ -117,9 +115,7 @@ def names(folder: Path) -> list[str]:
 
 def series(folder: Path, name: str, wanted: Collection[int] | None = None) -> Series:
     """All values of one array, or those of the wanted steps, in the order of steps. Shapes must agree over the run.
-
-    Raises RunError: no such array, a broken chunk, or a shape that changed on the way.
-    """
+    Raises RunError: no such array, a broken chunk, or a shape that changed on the way."""
     steps, values = [], []
     for path, chunk, held in _chunks(folder):
         if name in held:

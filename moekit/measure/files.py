@@ -35,9 +35,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 def write_atomic(path: str | Path, data: bytes | memoryview) -> Path:
     """Write a whole file under a temporary name, push it to the disk, and rename it.
-
-    Raises StorageError: not writable, or the disk is full; the old file stays and no temporary one does.
-    """
+    Raises StorageError: not writable, or the disk is full; the old file stays and no temporary one does."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with storage_errors(path):
@@ -55,9 +53,7 @@ def write_atomic(path: str | Path, data: bytes | memoryview) -> Path:
 
 def append(fd: int, path: Path, data: bytes) -> None:
     """Append all of `data`, or nothing of it.
-
-    Raises StorageError: see `write_atomic`; the file is cut back to its length before.
-    """
+    Raises StorageError: see `write_atomic`; the file is cut back to its length before."""
     before = os.fstat(fd).st_size
     view = memoryview(data)
     with storage_errors(path):

@@ -20,8 +20,7 @@ SWITCHES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MA
 def environment() -> dict[str, Any]:
     """Versions, hardware, threads, allocator settings and the state of the source, of this process.
 
-    GPUs are named only where this process uses CUDA already: a notebook's own process must not start it.
-    """
+    GPUs are named only where this process uses CUDA already: a notebook's own process must not start it."""
     import psutil
     import torch
 

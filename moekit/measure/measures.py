@@ -18,8 +18,7 @@ C = len(CLASSES)
 class Measures:
     """What one (component, pass) did. All fields are int64 views of one flat `buffer`: to add is one addition.
 
-    A new field is one more entry in `shapes`; bytes are integers, and seconds go in as nanoseconds.
-    """
+    A new field is one more entry in `shapes`; bytes are integers, and seconds go in as nanoseconds."""
 
     decided_LCE: Tensor  # choices of the router, whether or not the row was run
     dispatched_LCE: Tensor  # rows that entered the expert GEMM

@@ -44,9 +44,7 @@ _LEADING_STEP = re.compile(rb'\{"step":(\d+)[,}]')
 
 def open_run(path: str | Path) -> Run:
     """Read a run folder, finished or still being written: metrics, arrays, config, card and state.
-
-    Raises RunError: no such folder, or one that is not a run.
-    """
+    Raises RunError: no such folder, or one that is not a run."""
     from .run import Run
 
     return Run(path)
@@ -95,8 +93,7 @@ def read_records(path: str | Path, offset: int = 0) -> tuple[list[dict[str, Any]
     """Records from a byte offset on, and the offset to go on from: how a live figure follows a run.
 
     A last line that is still being written is left for the next call. If the file became shorter than `offset` (the
-    run was resumed from an earlier step), everything is read again from the start.
-    """
+    run was resumed from an earlier step), everything is read again from the start."""
     path = Path(path)
     if not path.exists():
         return [], 0
@@ -117,7 +114,6 @@ def read_records(path: str | Path, offset: int = 0) -> tuple[list[dict[str, Any]
 
 class RunWriter:
     """Writes a run's record: append-only, a line for each record, safe against crashes. Only rank 0 writes.
-
     Args:
         folder: the run folder; made if it does not exist.
         resume: the first step that will be written. What is recorded at that step or later, which the checkpoint does
@@ -155,12 +151,10 @@ class RunWriter:
 
     def write(self, step: int, metrics: Mapping[str, Any], arrays: Mapping[str, Tensor] | None = None) -> None:
         """Append one record, and the arrays of the same step.
-
         Args:
             step: 0, 1, ...; never less than the last one. A second record of a step adds to it (evaluation, say).
             metrics: name -> number (also a 0-dimensional tensor), text or None.
-            arrays: name -> tensor; see `RowCounter.arrays`. A name's shape should stay the same over the run.
-        """
+            arrays: name -> tensor; see `RowCounter.arrays`. A name's shape should stay the same over the run."""
         if not self.active:
             return
         if self._fd < 0:

@@ -24,14 +24,12 @@ STATE = "state.json"
 
 class Run:
     """One run folder; make it with `moekit.open_run`. Reads when asked, and again when the run has moved on.
-
     Attributes:
         folder: where it is.
         metrics: one line for each step, one column for each metric.
         state: "starting", "running", "finished", "failed", "stopped" as the launcher left it, or "unknown".
         config, card: what config.json and card.json say; empty, or None, without them. The recipe's own
-            configuration is `config["recipe"]`.
-    """
+            configuration is `config["recipe"]`."""
 
     def __init__(self, path: str | Path):
         self.folder = Path(path)
@@ -58,9 +56,7 @@ class Run:
 
     def arrays(self, name: str, steps: Collection[int] | None = None) -> Series:
         """One array over all steps, or some: `steps` [n] and `values` [n, ...]; name "policy/forward/decided", say.
-
-        Raises RunError: no such array; the message lists those that there are.
-        """
+        Raises RunError: no such array; the message lists those that there are."""
         return chunks.series(self.folder / record.ARRAYS, name, steps)
 
     def rows(
@@ -68,7 +64,6 @@ class Run:
         steps: Collection[int] | None = None,
     ) -> pd.DataFrame:  # fmt: skip
         """Dispatched rows as a table: one line for each combination of `by`, summed over the other axes.
-
         Args:
             by: any of step, component, pass, layer, class, expert.
             component, pass_name, steps: only these; without "pass" in `by`, say, passes are summed.
@@ -138,9 +133,7 @@ class Run:
 
 def read_metrics(path: str | Path) -> pd.DataFrame:
     """A metrics.jsonl as a table indexed by step. A last line that is still being written is left out.
-
-    Raises RunError: a broken line, with its number.
-    """
+    Raises RunError: a broken line, with its number."""
     records, _ = record.read_records(path)
     if not records:
         return pd.DataFrame(index=pd.Index([], dtype="int64", name=record.STEP))

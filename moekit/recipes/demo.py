@@ -56,7 +56,6 @@ TASKS: dict[str, dict[str, Any]] = {  # name -> how many to train on, and the ta
 
 def demo(out: str | Path = "runs/demo", *, nproc: int = 2, steps: int | None = None) -> dict[str, Any]:
     """Run the demo and print what happens.
-
     Args:
         out: run folder; made anew if an earlier demo made it, refused if it holds anything else.
         nproc: processes.
@@ -65,8 +64,7 @@ def demo(out: str | Path = "runs/demo", *, nproc: int = 2, steps: int | None = N
         `report`, and `transformers`: the largest difference between its logits and ours.
     Raises:
         RunExistsError: the folder holds something that no demo made, or a demo that is still going.
-        JobError: the training failed.
-    """
+        JobError: the training failed."""
     for module in ("plotly.graph_objects", "matplotlib"):
         need(module, "the demo's report")  # said now, not after the training
     threads = torch.get_num_threads()
@@ -161,9 +159,7 @@ def _config(folder: Path, steps: int) -> SFTConfig:
 @torch.no_grad()
 def check_transformers(folder: Path, model: Transformer, tokenizer: Any, chat: list[dict[str, Any]]) -> float:
     """Load `folder` with Transformers and compare logits on a chat; returns the largest relative difference.
-
-    Raises CheckpointError: it differs by more than 1e-4.
-    """
+    Raises CheckpointError: it differs by more than 1e-4."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

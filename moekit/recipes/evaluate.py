@@ -34,7 +34,6 @@ def open_model(
     path: str | Path, tokenizer: str | Path | None = None, *, dtype: str | None = None, device: str = "cpu"
 ) -> tuple[Transformer, Any]:
     """A model and its tokenizer from a Hugging Face folder, a checkpoint, or a run folder.
-
     Args:
         path: of a run folder the export is taken, or the newest checkpoint when there is none.
         tokenizer: a tokenizer folder; None = the model folder's, or the one that the checkpoint's run was given.
@@ -42,8 +41,7 @@ def open_model(
         device: where the parameters go.
     Raises:
         CheckpointError, NumericsError: no such model, or a broken one.
-        DataError: no tokenizer.
-    """
+        DataError: no tokenizer."""
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"no such model folder: {folder}; a Hugging Face folder, a checkpoint or a run is wanted")
@@ -79,7 +77,6 @@ def sample(
     told: Told | None = None,
 ) -> list[Sampled]:
     """Continue token ids, by the most likely token or by sampling.
-
     Args:
         prompts: at least one token each; lengths may differ.
         max_new_tokens: the most tokens to add; prompt and answer must fit into the model's positions.
@@ -92,8 +89,7 @@ def sample(
     Raises ConfigError: an empty prompt, one that leaves no room for its answer, or a negative temperature.
 
     Cost: one pass over each prompt, then one over a token a step; rows that have stopped are dropped from the batch
-    when half of it has.
-    """
+    when half of it has."""
     if temperature < 0 or max_new_tokens < 1:
         raise ConfigError(f"temperature={temperature} must be >= 0 and max_new_tokens={max_new_tokens} at least 1")
     for i, p in enumerate(prompts):
@@ -157,7 +153,6 @@ def generate(
     **how: Any,
 ) -> list[str]:
     """Answers as text.
-
     Args:
         model, tokenizer: see `open_model`.
         prompts: each a text, taken as a user's message, or a list of messages that the assistant is to answer.
@@ -178,9 +173,7 @@ def generate(
 
 def read_items(path: str | Path) -> list[dict[str, Any]]:
     """Held-out conversations as items for `evaluate`; a record may carry the task, settings and entry of its task.
-
-    Raises DataError: see `moekit.data.source.load_examples`.
-    """
+    Raises DataError: see `moekit.data.source.load_examples`."""
     return [{**e.extra, "messages": e.messages} for e in load_examples(path)]
 
 
@@ -195,8 +188,7 @@ def evaluate(
 
     Returns: `score` (mean, 0 to 1), `exact` (share of items with score 1), `items`, `tasks` (the same three for each
         task) and `answers` (question, wanted, answer and score of each item).
-    Raises DataError: no items, or one whose last message is not the assistant's.
-    """
+    Raises DataError: no items, or one whose last message is not the assistant's."""
     if not items:
         raise DataError("there are no items to evaluate on")
     chats = [as_example(item, "item", i).messages for i, item in enumerate(items)]

@@ -37,11 +37,11 @@ def run_sft(
         detach, how: see `moekit.submit`; a local job without `detach` is followed to its end.
     Raises:
         MoekitError: of the kind that `train` raised, if that was before the first step.
-        JobError: the job failed on its way.
-    """
+        JobError: the job failed on its way."""
     if nproc < 1:
         raise ConfigError(f"nproc={nproc} must be at least 1")
-    folder, _, _ = setup.check(replace(config, out=out), Here(0, 1, 0, "cpu", None))
+    ranks = nproc * how.get("nodes", 1)
+    folder, _, _ = setup.check(replace(config, out=out), Here(0, ranks, 0, "cpu", None))
     existed = folder.exists() and any(folder.iterdir())
     record = folder / "metrics.jsonl"
     known = record.stat().st_size if config.resume else 0
@@ -69,11 +69,9 @@ def run_sft(
 
 def run_rank(config: SFTConfig, out: str | None = None, **how: Any) -> dict[str, Any]:
     """`train(config)` as one of the ranks that torchrun started; the summary, the same on every rank.
-
     Args:
         config, out: as for `run_sft`; every rank must see the run folder.
-        how: `threads`, `device`, `timeout`: see `moekit.submit`.
-    """
+        how: `threads`, `device`, `timeout`: see `moekit.submit`."""
     join(**how)
     summary = train(replace(config, out=out))
     dist.destroy_process_group()

@@ -88,13 +88,11 @@ def share(world: World, value: Value) -> Value:
 
 def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
     """Where the run goes: the launcher's folder, `config.out`, or a new one under runs/. Looks, and writes nothing.
-
     Raises:
         ConfigError: the launcher and `config.out` name two folders.
         RunExistsError: the folder holds something, and neither `overwrite` nor `resume` says what to do with it.
         CheckpointError: `resume` without a checkpoint.
-        StorageError: it cannot be written.
-    """
+        StorageError: it cannot be written."""
     if here.folder is not None:
         if config.out is not None and Path(config.out).resolve() != here.folder.resolve():
             raise ConfigError(
@@ -171,11 +169,9 @@ def tokenizer_folder(config: SFTConfig) -> str:
 
 def model_shape(name: str, tokenizer: Any = None) -> ModelConfig:
     """The shape of a Hugging Face folder, or of a preset with the tokenizer's special ids. Reads no weights.
-
     Raises:
         ConfigError: neither a folder nor a preset.
-        CheckpointError: a folder that is not a model moekit reads.
-    """
+        CheckpointError: a folder that is not a model moekit reads."""
     if Path(name).is_dir():
         return read_config(name)
     if name not in PRESETS:
@@ -215,8 +211,7 @@ def make_model(config: SFTConfig, shape: ModelConfig, here: Here) -> Transformer
 def save(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig, done: int) -> None:
     """Write ``checkpoints/step_<done>``: the learner, the data position and the config. Old ones go.
 
-    It is written behind the next steps; only the last step waits for the disk.
-    """
+    It is written behind the next steps; only the last step waits for the disk."""
     extra = {"done": done, "stream": stream.state(), "config": config.to_dict()}
     learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True, wait=done == config.steps)
     if learner.world.rank == 0:
@@ -225,11 +220,9 @@ def save(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig, d
 
 def restore(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig) -> int:
     """Continue from the newest checkpoint: weights, moments, random state, data position. Returns the steps done.
-
     Raises:
         ConfigError: a setting that would make it another run, with its old and new value.
-        CheckpointError, DataError: a broken checkpoint, or other data.
-    """
+        CheckpointError, DataError: a broken checkpoint, or other data."""
     found = latest(folder / CHECKPOINTS)
     assert found is not None  # run_folder has looked
     extra = read_manifest(found)["extra"]

@@ -36,14 +36,12 @@ from .setup import CHECKPOINTS, EXPORT, share, together
 
 def train(config: SFTConfig) -> dict[str, Any]:
     """Fine-tune a model on the assistant's turns of chats. Every rank calls it.
-
     Args: `config`: see `moekit.SFTConfig`. `out=None` takes the job's folder, or a new one under runs/.
     Returns: What came out, the same on every rank: run folder, steps, first and last loss, tokens and rows, rates,
         checkpoint and export. All of it, and more, is in the run folder.
     Raises:
         DataError, ConfigError, CheckpointError, NumericsError, RunExistsError, StorageError: bad input, on all ranks,
-            before anything is written.
-    """
+            before anything is written."""
     place, world = here(), World.current()
     waits = setup.patient(world)
     found: Any = None

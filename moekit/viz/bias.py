@@ -29,12 +29,10 @@ def weight_map(
     subtitle: str = "One column a document, ordered by its labels; 1 = as the exact token mean",
 ) -> Figure:  # fmt: skip
     """Weight of each document's labels under each convention, as a multiple of its weight in the exact mean.
-
     Args:
         weights: mode -> [S] weights; must hold `exact`.
         labels: [S] labelled positions of each document, the columns' names.
-    Raises DataError: `exact` is missing, or lengths differ.
-    """
+    Raises DataError: `exact` is missing, or lengths differ."""
     table = {mode: np.asarray(w, dtype=float) for mode, w in weights.items()}
     if exact not in table:
         raise DataError(f"weights have no {exact!r} to compare with; they have {', '.join(table) or 'nothing'}")
@@ -60,10 +58,8 @@ def across_cuts(
     subtitle: str = "A convention whose line is not flat trains another model on another machine",
 ) -> Figure:  # fmt: skip
     """Gradient norm ratio and 1 - cosine of each convention over cuts into ranks x microbatches.
-
     Args: `readings`: of several modes and cuts; cuts are drawn in the order of their first reading.
-    Raises DataError: no readings.
-    """
+    Raises DataError: no readings."""
     table: dict[str, dict[str, Any]] = {}
     for r in readings:
         table.setdefault(r.mode, {})[f"{r.ranks} × {r.microbatches}"] = r
@@ -104,10 +100,8 @@ def filter_bias(
     subtitle: str = "Points: measured. Lines: U / (U + removed × (T − 1))",
 ) -> Figure:  # fmt: skip
     """Reported over exact loss against removed instances, for `kept_plus_filtered`; one line for each row length.
-
     Args: `readings`: T -> readings with more and more removed instances.
-    Raises DataError: no readings.
-    """
+    Raises DataError: no readings."""
     if not any(readings.values()):
         raise DataError("no readings to draw; give row length T -> readings with 0, 1, 2, ... removed instances")
     fig = figure(title, subtitle, height=380, margin={"r": 120})

@@ -20,7 +20,6 @@ GAP_X, GAP_Y, BELOW = 0.1, 74, 52  # between panels (share of the width, pixels)
 
 def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, columns: int | None = None) -> Figure:
     """Metrics over steps, one panel each; give a tuple of names to draw several in one panel.
-
     Args:
         source: a Run, a run folder, a DataFrame or a dictionary of columns.
         panels: metric names; default: loss, supervised tokens a second, load.

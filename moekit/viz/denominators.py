@@ -28,13 +28,11 @@ def side_by_side(
     norm_range: tuple[float, float] | None = None,
 ) -> Figure:  # fmt: skip
     """Norm ratio, 1 - cosine and reported loss of each convention against the exact gradient.
-
     Args:
         readings: mode -> reading, or readings with a `mode`; a reading is a dictionary or an object with loss,
             norm_ratio and cosine.
         norm_range: range of the norm axis; None = what the readings need.
-    Raises DataError: no reading, or one without norm_ratio and cosine.
-    """
+    Raises DataError: no reading, or one without norm_ratio and cosine."""
     table = _table(readings)
     modes, finite = list(table), math.isfinite
     ratios, turned = [r["norm_ratio"] for r in table.values()], [1 - r["cosine"] for r in table.values()]
@@ -124,9 +122,7 @@ class Lab:
 
     def set(self, **setting: Any) -> Lab:
         """Move the lab to another setting and redraw.
-
-        Raises DataError: an unknown control, or a value that is not among its options.
-        """
+        Raises DataError: an unknown control, or a value that is not among its options."""
         for name, value in setting.items():
             if name not in self.controls:
                 raise DataError(f"the lab has no control {name!r}; it has {', '.join(self.controls)}")
@@ -183,7 +179,6 @@ def lab(
     microbatches: Sequence[int] = (1, 2, 4), **controls: Sequence[Any],
 ) -> Lab:  # fmt: skip
     """The denominator lab in a cell: sliders for how the step is cut, and the side-by-side figure that follows them.
-
     Args:
         measure: pure function ``measure(mode, ranks=..., microbatches=..., **controls)`` that returns a reading, for
             example `moekit.learner.lab.DenominatorLab.measure`.
@@ -191,8 +186,7 @@ def lab(
         ranks, microbatches: the values to offer.
         controls: further keyword arguments of `measure`, with the values to offer.
     Returns: Lab, the last value of a cell. Its static twin is folded away below, so that a saved notebook keeps the
-        last setting.
-    """
+        last setting."""
     return Lab(measure, modes, {"ranks": ranks, "microbatches": microbatches, **controls})
 
 

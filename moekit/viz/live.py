@@ -25,15 +25,13 @@ STATIC_S = 2.0  # a static picture costs more
 
 def live(job_or_folder: Any, *metrics: Panel, interval: float = 0.5) -> Live:
     """Follow a run's metrics in a figure. Returns at once; show it as the last value of a cell.
-
     Args:
         job_or_folder: a `Job` (from `submit` or `attach`), or the path of a run folder.
         metrics: names, one panel each; a tuple of names shares a panel. Default: loss, supervised tokens a second,
             busiest expert over the mean. A metric that has not been recorded yet starts when it is.
         interval: seconds between looks, at least 0.1.
     Returns: Live: `figure`, `done`, `wait()`, `close()`.
-    Raises ConfigError: no such run folder, or an interval that is not positive; BackendError: plotly is missing.
-    """
+    Raises ConfigError: no such run folder, or an interval that is not positive; BackendError: plotly is missing."""
     if interval <= 0:
         raise ConfigError(f"interval={interval} must be positive seconds")
     folder = Path(getattr(job_or_folder, "folder", job_or_folder))

@@ -27,10 +27,8 @@ SHADE = (0.35, 1.0)  # tints of a line's first and last point
 
 def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
     """Expert rows of every step, stacked by the class of their position.
-
     Args: `source`: a Run, a run folder, a DataFrame or a dictionary of columns with `rows/<class>`.
-    Raises DataError: no row counts in `source`.
-    """
+    Raises DataError: no row counts in `source`."""
     step, rows = by_class(source)
     if not len(step):
         raise DataError("no step has row counts yet: nothing to draw")
@@ -59,7 +57,6 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
 
 def per_supervised(source: Any) -> dict[str, float]:
     """Totals over the steps of a run, divided by its supervised tokens.
-
     Args: `source`: a Run, a run folder, a DataFrame or a dictionary of columns (one number each will do).
     Returns: rows/<class>, rows, and where recorded seconds (of steps) and bytes (of saved activations).
     Raises DataError: no row counts, or no supervised token.
@@ -78,10 +75,8 @@ def per_supervised(source: Any) -> dict[str, float]:
 
 def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one supervised token costs") -> Figure:
     """Rows, saved bytes and seconds per supervised token, one line for each configuration.
-
     Args: `configurations`: name -> a Run, run folder, table of metrics, or a result of `per_supervised`. Bytes and
-        seconds have a panel when at least one recorded them.
-    """
+        seconds have a panel when at least one recorded them."""
     given = lambda c: isinstance(c, Mapping) and "rows" in c
     costs = {name: dict(c) if given(c) else per_supervised(c) for name, c in configurations.items()}
     if not costs:
@@ -128,12 +123,10 @@ def two_rates(
     points: Mapping[tuple[str, str], Any], *, title: str = "Routed rows are not supervised tokens", subtitle: str = ""
 ) -> Figure:
     """Supervised tokens/s over routed rows/s, one point for each configuration, joined into lines.
-
     Args:
         points: (line, point) -> a Run, run folder, table or dictionary of metrics; the median over steps is drawn.
             Points of a line go from light to dark in the order given.
-    Raises DataError: no point, or one without the two rates (or with a rate of 0).
-    """
+    Raises DataError: no point, or one without the two rates (or with a rate of 0)."""
     rates = {key: _rates(key, source) for key, source in points.items()}
     if not rates:
         raise DataError("no configuration to compare; give at least one (line, point)")

@@ -21,7 +21,6 @@ LINES = 1000  # kept; older ones are dropped and counted
 
 class LogPanel:
     """Lines under a title, safe to write to from several threads. Shows itself as the last value of a cell.
-
     Args: `title`: said above the lines. `height`: lines visible at once. `keep`: lines that are kept.
 
     >>> panel = LogPanel("rank 0")
@@ -97,9 +96,7 @@ class LogPanel:
 
 def rank_logs(job: Any, ranks: list[int] | None = None) -> RankLogs:
     """What the ranks of a job (a `Job`, or the path of a run folder) print, one panel for each, until the job ends.
-
-    Args: `ranks`: which ones; None = the first eight.
-    """
+    Args: `ranks`: which ones; None = the first eight."""
     if isinstance(job, (str, Path)):
         from ..launch.job import attach
 

@@ -38,7 +38,6 @@ def write_report(
     interactive: bool = False,
 ) -> Path:  # fmt: skip
     """Write `report.html` into a run folder and return its path.
-
     Args:
         run_folder: a folder that `open_run` reads.
         scores: task -> (before, after); None = the run card's results["scores"], if it has any.
@@ -48,8 +47,7 @@ def write_report(
     Raises:
         RunError, DataError: no such run, or it has not recorded a single step.
         BackendError: plotly or matplotlib is missing.
-        StorageError: the folder cannot be written; an older report stays.
-    """
+        StorageError: the folder cannot be written; an older report stays."""
     for module in ("plotly.graph_objects", "matplotlib"):
         need(module, "a run's report")
     run = open_run(run_folder)

@@ -24,7 +24,6 @@ STEP = ("step", "step/index")  # the loop's round; the learner's count, which st
 
 def columns(source: Any) -> dict[str, np.ndarray]:
     """Every metric of a run as a float array over steps; missing values are NaN.
-
     Args: `source`: a Run, a run folder, a DataFrame, a mapping of columns, or a sequence of step dictionaries.
     Raises DataError: nothing in `source` looks like metrics.
 
@@ -54,13 +53,8 @@ def columns(source: Any) -> dict[str, np.ndarray]:
 
 def pick(source: Any, *names: str, optional: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Steps, and the named metrics where at least one of them was recorded.
-
-    Args:
-        source: as in `columns`.
-        names: metric names.
-        optional: leave missing metrics out instead of raising.
-    Raises DataError: a metric is missing; names those that are close, or all.
-    """
+    Args: `source`: as in `columns`. `names`: metric names. `optional`: leave missing metrics out instead of raising.
+    Raises DataError: a metric is missing; names those that are close, or all."""
     found = columns(source)
     missing = [name for name in names if name not in found]
     if missing and not optional:
@@ -83,13 +77,11 @@ def by_class(source: Any, group: str = "rows") -> tuple[np.ndarray, dict[str, np
 
 def counts(source: Any, step: int | None = None, scope: str = "all") -> tuple[np.ndarray, list[str], str]:
     """Router decisions by layer and expert.
-
     Args:
         source: counts [L, E] or [L, C, E], a Run, a run folder, or one step's arrays (`RowCounter.arrays`).
         step: the step to read; None = the mean over all recorded steps.
         scope: "all" (every token: all classes but padding), "supervised" or "context".
-    Returns: counts [L, E], a name for each layer, and what they are of in words.
-    """
+    Returns: counts [L, E], a name for each layer, and what they are of in words."""
     if scope not in ("all", "supervised", "context"):
         raise DataError(f"scope={scope!r} is not one of 'all', 'supervised', 'context'")
     source, when, layers = _opened(source), "", None

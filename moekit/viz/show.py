@@ -79,7 +79,6 @@ def show(
     batch: Batch, tokenizer: Any = None, rows: Sequence[int] | None = None, max_rows: int = 8, max_positions: int = 1024
 ) -> Shown:
     """Draw rows of a batch as coloured tokens, with the documents' boundaries and what they share.
-
     Args:
         batch: rows of T positions.
         tokenizer: anything with `decode([id])`, or a function from id to text; None = ids are drawn.

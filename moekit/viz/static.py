@@ -25,13 +25,11 @@ KINDS = ("scatter", "bar", "heatmap")
 
 def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
     """Picture of a figure.
-
     Args:
         fig: a plotly figure made of scatter, bar and heatmap traces.
         format: "png", "svg" or "pdf".
         scale: pixels of the PNG for one pixel of the figure.
-    Raises BackendError: matplotlib is missing, or the figure has a trace kind that the twin does not draw.
-    """
+    Raises BackendError: matplotlib is missing, or the figure has a trace kind that the twin does not draw."""
     mpl = need("matplotlib", "the static twin of a figure")
     out = io.BytesIO()
     metadata = {"Date": None} if format == "svg" else None  # equal figures give equal files
@@ -116,8 +114,7 @@ class _Page:
     def place(self, refs: tuple[str, str], values: list[Any], exponent: bool) -> tuple[list[Any], Any]:
         """Coordinates as numbers, x and y in turn, and the way from them to the picture: paper, an axis, or its domain.
 
-        On a logarithmic axis plotly's annotations give the exponent, its shapes the value.
-        """
+        On a logarithmic axis plotly's annotations give the exponent, its shapes the value."""
         from matplotlib.transforms import blended_transform_factory
 
         ways, values = [], list(values)

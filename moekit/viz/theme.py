@@ -199,8 +199,7 @@ def bundle(fig: Figure, *, interactive: bool = True) -> dict[str, Any]:
     """The MIME bundle of a figure: plotly's JSON, a PNG made without a browser, and its numbers as text.
 
     JupyterLab shows the PNG, in the figure's own size, until the mouse enters it, then draws the plot. It does not look
-    at later updates of an output that it has drawn: what is updated must be a widget, or ``interactive=False``.
-    """
+    at later updates of an output that it has drawn: what is updated must be a widget, or ``interactive=False``."""
     from . import static, tables
 
     data: dict[str, Any] = {"text/plain": tables.text(fig)}
