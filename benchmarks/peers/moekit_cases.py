@@ -1,4 +1,4 @@
-"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py or sft.py.
+"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py, sft.py or checkpoint.py.
 
 The peer's weights are loaded into moekit's model through a Hugging Face folder and the losses are compared before
 anything is timed (relative 1e-5 in float32, 1e-2 in bfloat16). Our bfloat16 is bf16 parameters and gradients of bf16
@@ -6,15 +6,21 @@ matmuls, accumulated in float32, with float32 masters and moments; the peer's is
 """
 
 import logging
+import shutil
 import tempfile
+from pathlib import Path
 
 import peers
 import torch
 
 from moekit import Batch, DataConfig, Learner, LearnerConfig, load
+from moekit.checkpoint.intervals import Piece
+from moekit.checkpoint.load import open_checkpoint
+from moekit.checkpoint.write import save_state
 from moekit.data.chat import Document
 from moekit.data.pack import build_rows
 from moekit.data.stream import RowStream
+from moekit.learner.mesh import World
 from moekit.objectives.sft import SFT
 
 SETTINGS = {"lr": 1e-5, "weight_decay": 0.01, "betas": (0.9, 0.999), "clip_norm": None}
@@ -43,7 +49,8 @@ def rows_of(batch):
 
 def cases(bench, **context):
     """Callables by name, for the bench that asks."""
-    return {"a_train_step": train_step, "b_sft": sft}.get(bench, lambda **_: {})(**context)
+    found = {"a_train_step": train_step, "b_sft": sft, "g_checkpoint": checkpoint}
+    return found.get(bench, lambda **_: {})(**context)
 
 
 def train_step(config, dtype, batch, **_):
@@ -86,3 +93,39 @@ def sft(config, texts, steps, **_):
         return run
 
     return {"moekit, packed, fp32": case("float32"), "moekit, packed, bf16 weights": case("bfloat16")}
+
+
+def checkpoint(state, folder, **_):
+    """One rank that owns everything. Saves are synced and checksummed; loads are into new values, checked or not."""
+    path, world = Path(folder) / "moekit", World()
+    entries = [(Piece.whole(n, t.shape), t.view(-1)) for n, t in state.items()]
+    targets = [(p, torch.zeros_like(t)) for p, t in entries]
+
+    def save(asynchronous=False):
+        shutil.rmtree(path, ignore_errors=True)  # as the other cases do
+        return save_state(path, {"master": entries}, {}, world=world, asynchronous=asynchronous)
+
+    def until_return():
+        start = peers.clock()
+        saving = save(asynchronous=True)
+        seconds = peers.clock() - start
+        saving.wait()
+        return seconds
+
+    def read(verify):
+        with open_checkpoint(path, verify=verify) as c:
+            c.read("master", targets)
+
+    def check():
+        read(True)
+        if not all(torch.equal(t, whole) for (_, t), (_, whole) in zip(targets, entries)):
+            raise ValueError("loaded values differ")
+
+    save()
+    check()
+    return {
+        "save moekit +fsync, checksums": save,
+        "save moekit, asynchronous, until it returns": until_return,
+        "load moekit, every block checked": lambda: read(True),
+        "load moekit, unchecked": lambda: read(False),
+    }

@@ -1,25 +1,20 @@
 """One rank's file of a checkpoint: flat pieces in the safetensors format, and how damage to it is found.
 
-The file is plain safetensors: 8 bytes of length, a JSON header, the tensors' bytes; each piece is a 1-D tensor called
-``kind/name/start``. The order of the pieces fixes every byte of the header, so the manifest needs no offsets and the
-header is checked by making it again.
-
-Two checks are kept in the manifest. The SHA-256 of the file says which file it is (`moekit checkpoint verify`, or
-sha256sum). A load would be limited by it (1.7 GB/s a core where the CPU has instructions for it, against 13 for the
-copy), so each block of 1 MiB also has a sum of its own: a rank checks just the blocks it reads, at memory speed.
+Each piece is a 1-D tensor called ``kind/name/start``. The order of the pieces fixes every byte of the header, so the
+manifest needs no offsets and the header is checked by making it again. Each block of 1 MiB has a sum of its own in the
+manifest: a rank checks just the blocks that it reads, at memory speed. Cryptographic sums of whole files (1.7 GB/s on a
+core that has instructions for SHA-256) would limit saves and make loads several times slower.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,71 +33,57 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A piece of one kind ("master", "exp_avg", ...) as it lies in a file; `sums` has one entry a block."""
+class Stored(NamedTuple):
+    """A piece of one kind ("master", "exp_avg", ...) as it lies in a file: dtype, first byte, sums of its blocks."""
 
     kind: str
     piece: Piece
     dtype: torch.dtype
-    sums: tuple[str, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its data."""
-        return len(self.piece) * self.dtype.itemsize
-
-    def to_json(self) -> list[Any]:
-        """For the manifest, which holds the shapes once for all files."""
-        return [self.kind, self.piece.name, self.piece.start, self.piece.stop, CODES[self.dtype], "".join(self.sums)]
-
-    @staticmethod
-    def from_json(entry: Sequence[Any], shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> Stored:
-        """The inverse of `to_json`."""
-        kind, name, start, stop, code, sums = entry
-        piece = Piece(name, tuple(shapes[kind][name]), start, stop)
-        found = Stored(kind, piece, DTYPES[code], tuple(sums[i : i + 16] for i in range(0, len(sums), 16)))
-        if len(found.sums) != math.ceil(found.nbytes / BLOCK):
-            raise ValueError(f"{len(found.sums)} block sums for {found.nbytes} bytes of {kind} {name}")
-        return found
+    at: int
+    sums: Sequence[str] = ()
 
 
-def header(stored: Sequence[Stored]) -> bytes:
-    """The bytes before the data of a safetensors file that holds `stored` in this order."""
+def read_entry(entry: Mapping[str, Any], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> list[Stored]:
+    """A file's pieces, from its entry in the manifest and the shapes of all tensors by kind and name."""
+    found, at = [], len(header(entry["pieces"]))
+    for kind, name, start, stop, code, sums in entry["pieces"]:
+        piece, dtype = Piece(name, shapes[kind][name], start, stop), DTYPES[code]
+        found.append(Stored(kind, piece, dtype, at, [sums[i : i + 16] for i in range(0, len(sums), 16)]))
+        at += len(piece) * dtype.itemsize
+    return found
+
+
+def header(pieces: Sequence[Sequence[Any]]) -> bytes:
+    """The bytes before the data of a safetensors file with these pieces: kind, name, start, stop, code, ..."""
     at, entries = 0, {}
-    for s in stored:
-        span = [at, at + s.nbytes]
-        entries[f"{s.kind}/{s.piece.name}/{s.piece.start}"] = {
-            "dtype": CODES[s.dtype], "shape": [len(s.piece)], "data_offsets": span,
-        }  # fmt: skip
-        at = span[1]
+    for kind, name, start, stop, code, *_ in pieces:
+        end = at + (stop - start) * DTYPES[code].itemsize
+        entries[f"{kind}/{name}/{start}"] = {"dtype": code, "shape": [stop - start], "data_offsets": [at, end]}
+        at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
     return len(text).to_bytes(8, "little") + text
 
 
 def raw(flat: Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D CPU tensor, writable if it is."""
+    """The bytes of a contiguous 1-D CPU tensor."""
     return flat.detach().view(torch.uint8).numpy().data
 
 
 def block_sum(data: memoryview) -> str:
-    """16 hexadecimal digits that change when a block is damaged.
+    """16 hexadecimal digits that change when a block of bytes is damaged.
 
-    The block is a matrix of 64-bit words in rows of 4 KiB; the wrapping sums of its rows and of its columns (and the
-    bytes that fill no row) are hashed with SHA-256. A column sum changes with any damage that spans at most 4 KiB, so
-    a flipped bit, a lost sector or a lost page is always found; other damage goes unseen only where it cancels in
-    every row and every column.
+    The block is a matrix of 64-bit words in rows of 4 KiB; the wrapping sums of its rows and of its columns, and the
+    bytes that fill no row, are hashed with SHA-256. Damage that spans at most 4 KiB changes a column's sum: a flipped
+    bit, a lost sector or page is always found. Other damage is missed only if it cancels in all rows and columns.
 
     >>> block_sum(memoryview(bytes(8192))) == block_sum(memoryview(bytes(8191) + b"1"))
     False
     """
     whole = len(data) - len(data) % ROW
     words = np.frombuffer(data[:whole], dtype="<u8").reshape(-1, ROW // 8)
-    found = hashlib.sha256(words.sum(0, dtype=np.uint64).tobytes() + words.sum(1, dtype=np.uint64).tobytes())
-    found.update(data[whole:])
-    found.update(len(data).to_bytes(8, "little"))
-    return found.hexdigest()[:16]
+    sums = [words.sum(axis, dtype=np.uint64).tobytes() for axis in (0, 1)]
+    return hashlib.sha256(b"".join([*sums, data[whole:], len(data).to_bytes(8, "little")])).hexdigest()[:16]
 
 
 def push(fd: int, data: memoryview | bytes) -> None:
@@ -113,70 +94,53 @@ def push(fd: int, data: memoryview | bytes) -> None:
 
 
 def write_file(path: Path, entries: Sequence[tuple[str, Piece, Tensor]]) -> dict[str, Any]:
-    """Write one file and sync it to disk, with both checks made in a second thread meanwhile.
-
-    Args:
-        entries: kind, piece and its contiguous 1-D CPU tensor.
-
-    Returns:
-        Its entry in the manifest.
-    """
+    """Write (kind, piece, flat CPU tensor) and sync them to disk; a second thread makes the sums. Returns the entry."""
     entries = sorted(entries, key=lambda e: -e[2].dtype.itemsize)  # every tensor stays aligned to its items
-    stored = [Stored(kind, piece, t.dtype) for kind, piece, t in entries]
-    views, head = [raw(t) for *_, t in entries], header(stored)
-    whole, sums, stop = hashlib.sha256(head), [], threading.Event()
+    pieces = [[kind, p.name, p.start, p.stop, CODES[t.dtype]] for kind, p, t in entries]
+    views, head = [raw(t) for *_, t in entries], header(pieces)
+    sums, stop = [""] * len(views), threading.Event()
 
     def check() -> None:
-        for view in views:
-            of_view = []
+        for i, view in enumerate(views):
             for at in range(0, len(view), BLOCK):
                 if stop.is_set():
                     return
-                block = view[at : at + BLOCK]
-                of_view.append(block_sum(block))
-                whole.update(block)
-            sums.append(tuple(of_view))
+                sums[i] += block_sum(view[at : at + BLOCK])
 
     second = threading.Thread(target=check, name="moekit-checksum")
     second.start()
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
+        with open(path, "xb", buffering=0) as f:
             for data in (head, *views):
-                push(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+                push(f.fileno(), data)
+            os.fsync(f.fileno())
     except BaseException:
         stop.set()
         raise
     finally:
         second.join()
-    pieces = [Stored(s.kind, s.piece, s.dtype, of).to_json() for s, of in zip(stored, sums, strict=True)]
     size = len(head) + sum(map(len, views))
-    return {"bytes": size, "sha256": whole.hexdigest(), "pieces": pieces}
+    return {"bytes": size, "pieces": [[*p, s] for p, s in zip(pieces, sums)]}
 
 
-def check_file(path: Path, entry: dict[str, Any], stored: Sequence[Stored], *, whole: bool = False) -> int:
-    """Compare a file with the manifest: its length and its header; with `whole`, its SHA-256. Returns where data begin.
+def open_file(path: Path, entry: Mapping[str, Any]) -> int:
+    """A descriptor to read a file whose length and header are those of its entry.
 
     Raises:
         CheckpointError: missing, truncated or altered, with the file's name.
     """
-    head = header(stored)
+    head = header(entry["pieces"])
     try:
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            what = "truncated" if size < entry["bytes"] else "too long"
-            raise CheckpointError(f"{path} is {what}: {size} bytes, its manifest says {entry['bytes']}")
-        with open(path, "rb") as f:
-            if f.read(len(head)) != head:
-                raise CheckpointError(f"{path} is damaged: its header is not the one that was written")
-            f.seek(0)
-            if whole and hashlib.file_digest(f, "sha256").hexdigest() != entry["sha256"]:
-                raise CheckpointError(f"{path} is damaged: it does not match the SHA-256 in its manifest")
+        fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} lacks {path.name}") from None
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e}") from None
-    return len(head)
+    size, wrong = os.fstat(fd).st_size, ""
+    if size != entry["bytes"]:
+        what = "truncated" if size < entry["bytes"] else "too long"
+        wrong = f"{what}: {size} bytes, its manifest says {entry['bytes']}"
+    elif os.pread(fd, len(head), 0) != head:
+        wrong = "damaged: its header is not the one that was written"
+    if wrong:
+        os.close(fd)
+        raise CheckpointError(f"{path} is {wrong}")
+    return fd

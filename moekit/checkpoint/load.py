@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .files import BLOCK, Stored, block_sum, check_file, raw
+from .files import BLOCK, Stored, block_sum, open_file, raw, read_entry
 from .intervals import Piece, check_cover, intersect
 from .save import find, read_manifest
 
 THREADS = 4
 RUN = 8  # blocks that one task reads
-Targets = Sequence[tuple[Piece, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,212 +47,162 @@ def compare(wanted: Iterable[str], there: Iterable[str]) -> Report:
 
 
 class Checkpoint:
-    """An open checkpoint; see `open_checkpoint`."""
+    """An open checkpoint; see `open_checkpoint`. `manifest` has everything but the tensors."""
 
     def __init__(self, path: Path, verify: bool) -> None:
-        self.path, self.verify = path, verify
-        self.manifest = read_manifest(path)
-        self.pieces: dict[str, list[tuple[str, int, Stored]]] = {}  # by kind: file, offset in its data, piece
-        self.files: dict[str, list[Stored]] = {}
+        self.path, self.verify, self.manifest = path, verify, read_manifest(path)
+        self.pieces: dict[str, list[tuple[str, Stored]]] = {}  # by kind: file and piece
         try:
-            tensors = self.manifest["tensors"]
-            self.shapes = {k: {n: tuple(w["shape"]) for n, w in group.items()} for k, group in tensors.items()}
-            for name, entry in self.manifest["files"].items():
-                at, stored = 0, [Stored.from_json(p, self.shapes) for p in entry["pieces"]]
-                self.files[name] = stored
-                for s in stored:
-                    self.pieces.setdefault(s.kind, []).append((name, at, s))
-                    at += s.nbytes
+            kinds = self.manifest["tensors"].items()
+            self.shapes = {kind: {n: tuple(t["shape"]) for n, t in group.items()} for kind, group in kinds}
+            for file, entry in self.manifest["files"].items():
+                for s in read_entry(entry, self.shapes):
+                    self.pieces.setdefault(s.kind, []).append((file, s))
             for kind, shapes in self.shapes.items():
-                check_cover([s.piece for *_, s in self.pieces.get(kind, [])], shapes)
+                check_cover([s.piece for _, s in self.pieces.get(kind, ())], shapes)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise CheckpointError(f"the manifest of {path} is broken: {e}") from None
-        self._open: dict[str, tuple[int, int]] = {}  # file: descriptor, where its data begin
+        self._open: dict[str, int] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="moekit-load")
 
     def close(self) -> None:
         """Give files and threads back."""
         self._pool.shutdown(cancel_futures=True)
-        for fd, _ in self._open.values():
+        for fd in self._open.values():
             os.close(fd)
-        self._open.clear()
 
     def names(self, kind: str) -> dict[str, tuple[int, ...]]:
         """The tensors of a kind, with their shapes."""
         return dict(self.shapes.get(kind, {}))
 
-    def read_into(self, kind: str, piece: Piece, out: Tensor) -> None:
-        """Read one piece into a flat contiguous tensor of the stored dtype."""
-        self.read(kind, [(piece, out)], names=self.names(kind))
-
     def read(
-        self,
-        kind: str,
-        targets: Targets,
-        *,
-        names: Iterable[str] | None = None,
-        strict: bool = True,
+        self, kind: str, targets: Sequence[tuple[Piece, Tensor]], *, names: Iterable[str] = (), strict: bool = True,
         cast: bool = False,
-    ) -> Report:
+    ) -> Report:  # fmt: skip
         """Read pieces of one kind.
 
         Args:
             targets: pieces and flat contiguous tensors of their size, on any device.
-            names: all names that are wanted, by this rank or another (default: those of `targets`).
-            strict: names that are missing or surplus are an error. Otherwise they are returned, and the targets of
-                missing ones are not touched.
-            cast: allow targets of another dtype; values are rounded. Otherwise a dtype that differs is an error.
-
+            names: all that are wanted, by this rank or another, besides those of `targets`.
+            strict: missing or surplus names are an error. Otherwise they are returned, and the targets of missing ones
+                are not touched.
+            cast: round to the target's dtype. Otherwise another dtype is an error.
         Raises:
             CheckpointError: names (strict), a shape or dtype that differs: nothing was read. Damage, with the file
                 and the place: targets may have been written in part.
         """
-        there = self.names(kind)
-        report = compare([*(names or ()), *(p.name for p, _ in targets)], there)
-        if strict and (report.missing or report.surplus):
+        there, have = self.names(kind), self.pieces.get(kind, [])
+        report = compare([*names, *(p.name for p, _ in targets)], there)
+        if strict and report != Report():
             lists = [f"{word}: {', '.join(found)}" for word, found in vars(report).items() if found]
             raise CheckpointError(f"{self.path} does not fit: {kind} {'; '.join(lists)}")
         targets = [(p, t.detach()) for p, t in targets if p.name in there]
-        have = self.pieces.get(kind, [])
-        overlaps = intersect([s.piece for *_, s in have], [p for p, _ in targets])
-        for piece, t in targets:
-            if piece.shape != there[piece.name]:
-                shapes = f"{list(there[piece.name])} in {self.path}, {list(piece.shape)} wanted"
-                raise CheckpointError(f"{kind} of {piece.name} has another shape: {shapes}")
-            if t.shape != (len(piece),) or not t.is_contiguous():
-                raise CheckpointError(f"{piece.name}: a contiguous flat tensor of {len(piece)} elements is needed")
-        for o in overlaps:
-            stored, out = have[o.have][2], targets[o.want][1]
-            if stored.dtype != out.dtype and not cast:
-                name = stored.piece.name
-                raise CheckpointError(f"{kind} of {name} is {stored.dtype} in {self.path}, {out.dtype} is wanted")
+        for p, t in targets:
+            if p.shape != there[p.name]:
+                shapes = f"{list(there[p.name])} in {self.path}, {list(p.shape)} wanted"
+                raise CheckpointError(f"{kind} of {p.name} has another shape: {shapes}")
+            if t.shape != (len(p),) or not t.is_contiguous():
+                raise CheckpointError(f"{p.name}: a contiguous flat tensor of {len(p)} elements is needed")
         tasks = []
-        for o in overlaps:
-            file, at, stored = have[o.have]
-            size, origin = BLOCK // stored.dtype.itemsize, stored.piece.start
-            first, last = (o.start - origin) // size, math.ceil((o.stop - origin) / size)
-            piece, out = targets[o.want]
-            part = out[o.start - piece.start : o.stop - piece.start]
-            for b in range(first, last, RUN):
-                tasks.append((file, at, stored, range(b, min(b + RUN, last)), o.start - origin, part))
-        for _ in self._pool.map(lambda task: self._blocks(*task), tasks):
-            pass
+        for i, j, begin, end in intersect([s.piece for _, s in have], [p for p, _ in targets]):
+            (file, s), (p, out) = have[i], targets[j]
+            if s.dtype != out.dtype and not cast:
+                raise CheckpointError(f"{kind} of {p.name} is {s.dtype} in {self.path}, {out.dtype} is wanted")
+            tasks += self._tasks(file, s, out[begin - p.start : end - p.start], begin - s.piece.start)
+        list(self._pool.map(lambda task: self._blocks(*task), tasks))
         return report
 
-    def _blocks(self, file: str, at: int, stored: Stored, blocks: range, start: int, out: Tensor) -> None:
-        """Read blocks of a stored piece into `out`, which holds the piece's elements from `start` on."""
-        fd, begin = self._descriptor(file)
-        size, stop = BLOCK // stored.dtype.itemsize, start + len(out)
-        straight = out.device.type == "cpu" and out.dtype == stored.dtype
-        for b in blocks:
-            low, high = b * size, min((b + 1) * size, len(stored.piece))
+    def _tasks(self, file: str, s: Stored, out: Tensor, start: int = 0) -> list[tuple[str, Stored, Tensor, int, range]]:
+        """What to give `_blocks` so that elements from `start` on of a stored piece come into `out`."""
+        size, stop = BLOCK // s.dtype.itemsize, start + len(out)
+        firsts = range(start // size * size, stop, RUN * size)
+        return [(file, s, out, start, range(low, min(low + RUN * size, stop), size)) for low in firsts]
+
+    def _blocks(self, file: str, s: Stored, out: Tensor, start: int, lows: range) -> None:
+        """Read and check the blocks of a stored piece that begin at `lows`; what `out` wants of them goes there."""
+        fd = self._descriptor(file)
+        stop, straight = start + len(out), out.device.type == "cpu" and out.dtype == s.dtype
+        for low in lows:
+            high = min(low + lows.step, len(s.piece))
             whole = straight and start <= low and high <= stop
-            block = out[low - start : high - start] if whole else torch.empty(high - low, dtype=stored.dtype)
-            data, done = raw(block), 0
-            while done < len(data):
-                try:
-                    n = os.preadv(fd, [data[done:]], begin + at + b * BLOCK + done)
-                except OSError as e:
-                    raise CheckpointError(f"{self.path / file} cannot be read: {e}") from None
-                if n == 0:
-                    raise CheckpointError(f"{self.path / file} is truncated")
-                done += n
-            if self.verify and block_sum(data) != stored.sums[b]:
-                place = f"{stored.kind} of {stored.piece.name}, elements {stored.piece.start + low} to"
-                raise CheckpointError(f"{self.path / file} is damaged: {place} {stored.piece.start + high}")
-            if not whole:
+            block = out[low - start : high - start] if whole else torch.empty(high - low, dtype=s.dtype)
+            data = raw(block)
+            if os.preadv(fd, [data], s.at + low * s.dtype.itemsize) != len(data):
+                raise CheckpointError(f"{self.path / file} is truncated")
+            if self.verify and block_sum(data) != s.sums[low // lows.step]:
+                place = f"{s.kind} of {s.piece.name}, elements {s.piece.start + low} to {s.piece.start + high}"
+                raise CheckpointError(f"{self.path / file} is damaged: {place}")
+            if not whole and out.device.type != "meta":
                 a, z = max(low, start), min(high, stop)
                 out[a - start : z - start].copy_(block[a - low : z - low])
 
-    def _descriptor(self, file: str) -> tuple[int, int]:
+    def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                begin = check_file(self.path / file, self.manifest["files"][file], self.files[file])
-                self._open[file] = os.open(self.path / file, os.O_RDONLY), begin
+                self._open[file] = open_file(self.path / file, self.manifest["files"][file])
             return self._open[file]
 
 
 @contextmanager
 def open_checkpoint(path: str | Path, *, verify: bool = True) -> Iterator[Checkpoint]:
-    """Open a checkpoint to read from it.
+    """Open a checkpoint, or the newest one of a run folder or a folder of checkpoints, to read from it.
 
     Args:
-        path: its folder; of a run folder or a folder of checkpoints, the newest.
         verify: check each block that is read against its sum. Lengths and headers are always checked.
-
     Raises:
-        CheckpointError: no checkpoint, a broken manifest, a missing, truncated or altered file, by name.
+        CheckpointError: no checkpoint, a broken manifest; later a missing, truncated or altered file, by name.
     """
     checkpoint = Checkpoint(find(path), verify)
     try:
         yield checkpoint
+    except OSError as e:
+        raise CheckpointError(f"{checkpoint.path} cannot be read: {e}") from None
     finally:
         checkpoint.close()
 
 
-def load_weights(
-    path: str | Path, named: Mapping[str, tuple[Piece, Tensor]], *, strict: bool = True, kind: str = "master"
-) -> Report:
-    """Read the parameters alone, rounded to the dtype of each target (a bf16 parameter is bf16(its master)).
-
-    Args:
-        path: a checkpoint, or a folder that has some.
-        named: by name, the piece that is wanted and its flat contiguous target.
-        strict: names that are missing or surplus are an error, and nothing is read; else both lists are returned.
-
-    Raises:
-        CheckpointError: see `Checkpoint.read`.
-    """
-    with open_checkpoint(path) as checkpoint:
-        return checkpoint.read(kind, list(named.values()), names=named, strict=strict, cast=True)
-
-
-# ------------------------------------------------------------------ `moekit checkpoint`
-
-
 def verify(path: str | Path) -> str:
-    """Read every byte of a checkpoint and compare it with the manifest; returns one line.
+    """Compare every byte of a checkpoint with its manifest; returns one line.
 
     Raises:
         CheckpointError: every file that is missing, truncated, altered or not of this checkpoint, by name.
     """
     with open_checkpoint(path) as c:
+        files = c.manifest["files"]
+        strange = {p.name for p in c.path.glob("*.safetensors")} - files.keys()
+        wrong = {name: f"{c.path / name} is not of this checkpoint" for name in sorted(strange)}
 
-        def bad(name: str) -> str:
+        def check(file: str, *task: Any) -> None:
             try:
-                check_file(c.path / name, c.manifest["files"][name], c.files[name], whole=True)
+                c._blocks(file, *task) if task else c._descriptor(file)
             except CheckpointError as e:
-                return str(e)
-            return ""
+                wrong.setdefault(file, str(e))
 
-        wrong = [message for message in c._pool.map(bad, c.files) if message]
-        strange = {p.name for p in c.path.iterdir() if p.suffix == ".safetensors"} - c.files.keys()
-        wrong += [f"{c.path / name} is not of this checkpoint" for name in sorted(strange)]
+        tasks: list[tuple[Any, ...]] = [(file,) for file in files]
+        for file, s in [p for group in c.pieces.values() for p in group]:
+            tasks += c._tasks(file, s, torch.empty(len(s.piece), dtype=s.dtype, device="meta"))
+        list(c._pool.map(lambda task: check(*task), tasks))
         if wrong:
-            raise CheckpointError("; ".join(wrong))
-        size = sum(entry["bytes"] for entry in c.manifest["files"].values())
-        return f"{c.path}: {len(c.files)} files, {size:,} bytes, all as they were written"
+            raise CheckpointError("; ".join(wrong.values()))
+        size = sum(entry["bytes"] for entry in files.values())
+        return f"{c.path}: {len(files)} files, {size:,} bytes, all as they were written"
 
 
 def show(path: str | Path) -> str:
     """What a checkpoint holds, as a table: steps, layout, dtype, sizes, kinds, and when it was saved."""
     with open_checkpoint(path) as c:
-        m = c.manifest
-        count = lambda kind: sum(math.prod(shape) for shape in c.shapes[kind].values())
-        layout = m.get("layout", "")
-        rows: dict[str, Any] = {
+        m, files = c.manifest, c.manifest["files"].values()
+        joined = lambda key, sign: ", ".join(f"{k}{sign}{v}" for k, v in m.get(key, {}).items())
+        count = {kind: sum(map(math.prod, shapes.values())) for kind, shapes in c.shapes.items()}
+        rows = {
             "checkpoint": c.path,
             "steps": f"{m['updates']} (and {m.get('skipped', 0)} skipped)" if "updates" in m else "",
-            "layout": ", ".join(f"{k}={v}" for k, v in layout.items()) if isinstance(layout, dict) else layout,
+            "layout": joined("layout", "="),
             "dtype": m.get("dtype", ""),
-            "parameters": f"{count('master'):,}" if "master" in c.shapes else "",
-            "bytes": f"{sum(entry['bytes'] for entry in m['files'].values()):,}",
-            "files": len(c.files),
-            **{f"  {kind}": f"{len(c.shapes[kind])} tensors, {count(kind):,} elements" for kind in c.shapes},
-            "saved": m.get("saved", ""),
-            "with": ", ".join(f"{k} {v}" for k, v in m.get("versions", {}).items()),
+            "parameters": f"{count['master']:,}" if "master" in count else "",
+            "bytes": f"{sum(entry['bytes'] for entry in files):,} in {len(files)} files",
+            **{f"  {kind}": f"{len(c.shapes[kind])} tensors, {n:,} elements" for kind, n in count.items()},
+            "saved": f"{m['saved']} with {joined('versions', ' ')}",
         }
-    rows = {k: v for k, v in rows.items() if v != ""}
-    width = max(map(len, rows))
-    return "\n".join(f"{k:<{width}}  {v}" for k, v in rows.items())
+    return "\n".join(f"{k:<{max(map(len, rows))}}  {v}" for k, v in rows.items() if v)

@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,34 +29,26 @@ from torch import Tensor
 from ..errors import CheckpointError, StorageError
 from .files import CODES, write_file
 from .intervals import Piece, check_cover
-from .save import MANIFEST, put_in_place, refuse_existing, storage_error, sync, write_manifest
+from .save import MANIFEST, put_in_place, refuse_existing, storage_error, write_manifest
 
 PATIENCE = 600.0  # seconds without any progress of any rank after which a save is given up
-Entries = Mapping[str, Sequence[tuple[Piece, Tensor]]]
-
-
-class Ranks(Protocol):
-    """What saving needs to know of the world."""
-
-    @property
-    def rank(self) -> int:
-        """This process, from 0."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Processes that save together."""
-        ...
+Flat = list[tuple[str, Piece, Tensor]]
 
 
 class Saving:
-    """A save that was begun. A save that nobody waits for is finished, and its error told, before Python exits."""
+    """A save that was begun. One that nobody waits for is finished, and its failure told, before Python exits."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.told = False
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, path: Path, run: Callable[[], None], asynchronous: bool) -> None:
+        self.path, self._work, self._error, self._told = path, run, None, False
+        self._thread = threading.Thread(target=self._run, name="moekit-save") if asynchronous else None
+        self._thread.start() if self._thread else self._run()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:  # noqa: BLE001 (wait raises it)
+            self._error = e
+        del self._work
 
     @property
     def done(self) -> bool:
@@ -64,24 +56,18 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the whole checkpoint, all ranks' parts, is on the disk; returns its folder.
+        """Wait until the checkpoint, all ranks' parts, is on the disk; returns its folder.
 
         Raises:
-            StorageError, CheckpointError: the save failed on this rank or another one, which is named. Nothing of
-                the attempt stays, and what was there before is untouched.
+            StorageError, CheckpointError: it failed on this rank or another, which is named; what was there before
+                is untouched.
         """
         if self._thread is not None:
             self._thread.join()
-        self.told = True
+        self._told = True
         if self._error is not None:
             raise self._error
         return self.path
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as e:  # noqa: BLE001 (it is raised by wait)
-            self._error = e
 
 
 _saves: dict[int, Saving] = {}  # the newest of each rank (a process is one rank, except in tests)
@@ -91,232 +77,182 @@ _staging: dict[int, Tensor] = {}  # kept, so that only the first save pays for n
 @atexit.register
 def _tell() -> None:
     for saving in _saves.values():
-        if saving._error is not None and not saving.told:
+        if saving._error is not None and not saving._told:
             print(f"moekit: the checkpoint {saving.path} was not saved: {saving._error}", file=sys.stderr)
 
 
 def save_state(
-    path: str | Path,
-    entries: Entries,
-    manifest: Mapping[str, Any],
-    *,
-    world: Ranks,
-    token: str = "",
-    overwrite: bool = False,
-    asynchronous: bool = False,
-    patience: float = PATIENCE,
-) -> Saving:
+    path: str | Path, entries: Mapping[str, Sequence[tuple[Piece, Tensor]]], manifest: Mapping[str, Any], *, world: Any,
+    token: str = "", overwrite: bool = False, asynchronous: bool = False, patience: float = PATIENCE,
+) -> Saving:  # fmt: skip
     """Save this rank's pieces; every rank calls it, also one that owns nothing.
 
     Args:
         path: the checkpoint's folder, the same on all ranks, on a disk that all of them see.
-        entries: by kind ("master", "exp_avg", "exp_avg_sq", "buffer", ...) this rank's pieces with their flat
-            contiguous values. Over all ranks each kind's pieces hold every element of its tensors exactly once.
-        manifest: JSON values that go with them; rank 0's count.
-        world: rank and size.
+        entries: by kind ("master", "exp_avg", "buffer", ...) this rank's pieces and their flat contiguous values.
+            Over all ranks the pieces of a kind hold every element of its tensors exactly once.
+        manifest: JSON values that go with them; rank 0's are kept.
+        world: has `rank` and `size`; no collective is called.
         token: names this attempt: the same on all ranks, never used before. One process needs none.
         overwrite: replace an existing folder, in one step.
-        asynchronous: copy the values, return, and write from a thread. Values at the time of the call are saved,
-            whatever happens to the tensors afterwards. One save is in flight at most: the next call waits for it.
+        asynchronous: copy the values, return, and write from a thread: what is saved are the values at the time of the
+            call. One save is in flight at most; the next call waits for it, with a warning.
         patience: seconds to wait for other ranks while none of them makes progress.
-
     Returns:
-        The save; `Saving.wait` tells how it ended. Without `asynchronous` it has ended well.
-
+        The save, which has ended well unless it is `asynchronous`: `Saving.wait` tells.
     Raises:
-        CheckpointError: the folder exists, pieces that do not cover, a value that does not fit its piece, no token,
-            another rank failed; or the previous save failed and nobody had asked.
-        StorageError: this rank cannot write.
-
-    Cost: one copy of this rank's values with `asynchronous` (the buffer is kept) or on a GPU; else none.
+        CheckpointError: the folder exists, pieces that are not the whole, values that do not fit their piece, no token,
+            another rank failed; or the previous save did and nobody had asked.
+        StorageError: this rank or another cannot write.
+    Cost: one copy of this rank's values with `asynchronous` (its buffer is kept) or on a GPU; else none.
     """
     path = Path(os.path.abspath(path))
-    previous = _saves.get(world.rank)
-    if previous is not None and not previous.done:
-        warnings.warn(f"the save of {previous.path} is still being written; waiting for it", stacklevel=2)
-    if previous is not None and not (previous.told and previous.done):
-        previous.wait()
+    if (previous := _saves.get(world.rank)) is not None:
+        if not previous.done:
+            warnings.warn(f"the save of {previous.path} is still being written; waiting for it", stacklevel=2)
+        if not (previous._told and previous.done):
+            previous.wait()
     refuse_existing(path, overwrite)
     if not token and world.size > 1:
         raise CheckpointError(f"saving {path} from {world.size} ranks needs a token that all ranks agree on")
+    attempt = _Attempt(path, world.rank, world.size, token or secrets.token_hex(8), patience)
     flat = [(kind, piece, t.detach()) for kind, group in entries.items() for piece, t in group]
-    for kind, piece, t in flat:
-        if t.shape != (len(piece),) or not t.is_contiguous() or t.dtype not in CODES:
-            raise CheckpointError(
-                f"{kind} of {piece.name}: a contiguous flat tensor of {len(piece)} elements is needed, got shape "
-                f"{list(t.shape)}, {t.dtype}{'' if t.is_contiguous() else ', not contiguous'}"
-            )
-    attempt = _Attempt(path, world.rank, world.size, token or secrets.token_hex(8), dict(manifest), patience)
-    saving = _saves[world.rank] = Saving(path)
-    if asynchronous or any(t.device.type != "cpu" for *_, t in flat):
-        flat = _staged(world.rank, flat)
-    if asynchronous:
-        # not a daemon: Python waits for it at exit
-        work = lambda: attempt.run(flat)
-        saving._thread = threading.Thread(target=saving._run, args=(work,), name="moekit-save", daemon=False)
-        saving._thread.start()
-    else:
-        saving.told = True
-        attempt.run(flat)
+    try:
+        text = json.dumps(dict(manifest))
+        for kind, p, t in flat:
+            if t.shape != (len(p),) or not t.is_contiguous() or t.dtype not in CODES:
+                raise CheckpointError(
+                    f"{kind} of {p.name}: a contiguous flat tensor of {len(p)} elements is needed, got shape "
+                    f"{list(t.shape)}, strides {t.stride()}, {t.dtype}"
+                )
+        if asynchronous or any(t.device.type != "cpu" for *_, t in flat):
+            flat = _staged(world.rank, flat)
+    except Exception as e:  # noqa: BLE001 (the others must learn of any)
+        raise attempt.failed(e) from None
+    saving = _saves[world.rank] = Saving(path, lambda: attempt.run(flat, text), asynchronous)
+    if not asynchronous:
+        saving.wait()
     return saving
 
 
-def _staged(rank: int, flat: list[tuple[str, Piece, Tensor]]) -> list[tuple[str, Piece, Tensor]]:
+def _staged(rank: int, flat: Flat) -> Flat:
     """The same with copies in this rank's staging buffer, which no save in flight is using."""
-    ends = [0]
-    for *_, t in flat:
-        ends.append(ends[-1] + -(-t.nbytes // 16) * 16)
-    stage = _staging.get(rank)
-    if stage is None or stage.numel() < ends[-1]:
+    size = sum(t.nbytes + 16 for *_, t in flat)
+    if rank not in _staging or _staging[rank].numel() < size:
         pinned = any(t.device.type == "cuda" for *_, t in flat)
-        stage = _staging[rank] = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
-    out = []
-    for at, (kind, piece, t) in zip(ends, flat):
-        out.append((kind, piece, stage[at : at + t.nbytes].view(t.dtype).copy_(t)))
+        _staging[rank] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    out, at = [], 0
+    for kind, piece, t in flat:
+        out.append((kind, piece, _staging[rank][at : at + t.nbytes].view(t.dtype).copy_(t)))
+        at += -(-t.nbytes // 16) * 16
     return out
-
-
-def _stem(rank: int) -> str:
-    return f"rank_{rank:05d}"
 
 
 class _Attempt:
     """One rank's part of one save."""
 
-    def __init__(self, path: Path, rank: int, size: int, token: str, manifest: dict[str, Any], patience: float):
-        self.path, self.rank, self.size, self.token, self.manifest = path, rank, size, token, manifest
+    def __init__(self, path: Path, rank: int, size: int, token: str, patience: float) -> None:
+        self.path, self.rank, self.size, self.token = path, rank, size, token
         self.folder = path.parent / f".{path.name}.{token}.partial"
         # others give up after rank 0, so that its reason is the one that is told
         self.patience = patience if rank == 0 else 1.2 * patience + 2
 
-    def run(self, flat: list[tuple[str, Piece, Tensor]]) -> None:
-        try:
-            if self.rank == 0:
-                for old in self.path.parent.glob(f".{self.path.name}.*.partial"):
-                    if old != self.folder:  # an attempt that was killed
-                        shutil.rmtree(old, ignore_errors=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            entry = write_file(self.folder / f"{_stem(self.rank)}.safetensors", [e for e in flat if len(e[1])])
-            shapes: dict[str, dict[str, Any]] = {}
-            for kind, piece, t in flat:
-                shapes.setdefault(kind, {})[piece.name] = {"shape": list(piece.shape), "dtype": CODES[t.dtype]}
-            self._publish(f"{_stem(self.rank)}.json", {"file": entry, "tensors": shapes})
-            self._wait(self._all_there if self.rank == 0 else self._in_place)
-            if self.rank == 0:
-                self._finish()
-        except _Elsewhere as e:
-            self._leave()
-            raise e.error from None
-        except BaseException as e:
-            e = storage_error(self.path, e) if isinstance(e, Exception) else e
-            self._leave(e)
-            if self.size > 1 and isinstance(e, (CheckpointError, StorageError)):
-                raise type(e)(f"rank {self.rank}: {e}") from None
-            raise e from None
+    def _file(self, rank: int, ending: str) -> Path:
+        return self.folder / f"rank_{rank:05d}.{ending}"
 
-    # ------------------------------------------------------------------ rank 0
-    def _finish(self) -> None:
-        files, tensors, pieces = {}, {}, {}
-        for rank in range(self.size):
-            told = json.loads((self.folder / f"{_stem(rank)}.json").read_text())
-            file = self.folder / f"{_stem(rank)}.safetensors"
-            files[file.name] = told["file"]
-            if not file.exists() or file.stat().st_size != told["file"]["bytes"]:
-                raise CheckpointError(f"{file} was taken away or altered while the others were written")
-            for kind, group in told["tensors"].items():
-                for name, what in group.items():
-                    if tensors.setdefault(kind, {}).setdefault(name, what) != what:
-                        raise CheckpointError(
-                            f"{kind} of {name} is {what} on rank {rank}, {tensors[kind][name]} before"
-                        )
-            for kind, name, start, stop, *_ in told["file"]["pieces"]:
-                shape = tuple(tensors[kind][name]["shape"])
-                pieces.setdefault(kind, []).append(Piece(name, shape, start, stop))
-        for kind, group in pieces.items():
-            try:
-                check_cover(group, {name: what["shape"] for name, what in tensors[kind].items()})
-            except CheckpointError as e:
-                raise CheckpointError(f"the pieces of kind {kind!r} are not the whole: {e}") from None
-        for rank in range(self.size):
-            (self.folder / f"{_stem(rank)}.json").unlink()
-        about = {
-            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"moekit": importlib.metadata.version("moekit"), "torch": torch.__version__},
-            "token": self.token,
-        }
-        write_manifest(self.folder, {**about, **self.manifest, "tensors": tensors, "files": files})
-        sync(self.folder)
-        put_in_place(self.folder, self.path)
-
-    def _all_there(self) -> bool:
-        self._errors()
-        return all((self.folder / f"{_stem(rank)}.json").exists() for rank in range(self.size))
-
-    # ------------------------------------------------------------------ the others
-    def _in_place(self) -> bool:
-        self._errors()
-        if self.folder.exists():
-            return False
-        try:
-            if json.loads((self.path / MANIFEST).read_text()).get("token") == self.token:
-                return True
-        except (OSError, ValueError):
-            pass
-        raise CheckpointError(f"the temporary folder of {self.path} has gone, but the checkpoint is not there")
-
-    # ------------------------------------------------------------------ all
-    def _publish(self, name: str, value: dict[str, Any]) -> None:
+    def _publish(self, ending: str, value: dict[str, Any]) -> None:
         """A file that others see whole or not at all."""
-        half = self.folder / f"{name}.half"
+        half = self._file(self.rank, f"{ending}.half")
         half.write_text(json.dumps(value))
-        half.rename(self.folder / name)
+        half.rename(half.with_suffix(""))
 
-    def _errors(self) -> None:
-        for file in sorted(self.folder.glob("*.error")):
-            told = json.loads(file.read_text())
-            kind = StorageError if told["storage"] else CheckpointError
-            raise _Elsewhere(kind(f"rank {told['rank']}: {told['text']}"))
+    def run(self, flat: Flat, manifest: str) -> None:
+        """Write, and wait until the checkpoint is in place."""
+        try:
+            for old in self.path.parent.glob(f".{self.path.name}.*.partial") if self.rank == 0 else ():
+                if old != self.folder:  # an attempt that was killed
+                    shutil.rmtree(old, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tensors: dict[str, dict[str, Any]] = {kind: {} for kind, *_ in flat}
+            for kind, p, t in flat:
+                tensors[kind][p.name] = {"shape": p.shape, "dtype": CODES[t.dtype]}
+            entry = write_file(self._file(self.rank, "safetensors"), [e for e in flat if len(e[1])])
+            self._publish("json", {"file": entry, "tensors": tensors})
+            self._wait()
+            if self.rank == 0:
+                self._finish(json.loads(manifest))
+        except BaseException as e:  # noqa: BLE001 (the others must learn of any)
+            raise self.failed(e) from None
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        seen, since, pause = None, time.monotonic(), 0.002
-        while not ready():
-            state = _sizes(self.folder)
-            if state != seen:
-                seen, since = state, time.monotonic()
-            if time.monotonic() - since > self.patience:
-                late = [r for r in range(self.size) if f"{_stem(r)}.json" not in dict(state)] or [0]
-                raise CheckpointError(
-                    f"saving {self.path}: no sign of rank {', '.join(map(str, late))} for {self.patience:g} s"
-                )
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.05)
-
-    def _leave(self, error: BaseException | None = None) -> None:
-        """After a failure: say why to the others, and take the data away (rank 0: everybody's)."""
+    def failed(self, error: BaseException) -> BaseException:
+        """Say why to the others, take the data away (rank 0: everybody's); returns the error with the rank's name."""
+        if isinstance(error, Exception):
+            error = storage_error(self.path, error)
+            if self.size > 1 and not str(error).startswith("rank "):
+                error = type(error)(f"rank {self.rank}: {error}")
         try:
             if self.size == 1:
                 shutil.rmtree(self.folder, ignore_errors=True)
-                return
-            for file in self.folder.glob("*.safetensors" if self.rank == 0 else f"{_stem(self.rank)}.safetensors"):
+                return error
+            for file in self.folder.glob("*.safetensors" if self.rank == 0 else self._file(self.rank, "s*").name):
                 file.unlink(missing_ok=True)
-            if error is not None and self.folder.exists():
-                text = str(error) or type(error).__name__
-                told = {"rank": self.rank, "text": text, "storage": isinstance(error, StorageError)}
-                self._publish(f"{_stem(self.rank)}.error", told)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = str(error) or f"rank {self.rank}: {type(error).__name__}"
+            self._publish("error", {"text": text, "storage": isinstance(error, StorageError)})
         except OSError:  # the disk that cannot be written is often the reason; the others will run out of patience
             pass
+        return error
 
+    def _wait(self) -> None:
+        """Until all entries are there (rank 0), or the checkpoint is in place (the others)."""
+        seen, since, pause = None, time.monotonic(), 0.002
+        while True:
+            for file in sorted(self.folder.glob("*.error")):
+                told = json.loads(file.read_text())
+                raise (StorageError if told["storage"] else CheckpointError)(told["text"])
+            late = [rank for rank in range(self.size) if not self._file(rank, "json").exists()]
+            if self.rank == 0 and not late or self.rank and not self.folder.exists():
+                break
+            try:
+                state = {f.name: f.stat().st_size for f in os.scandir(self.folder)}
+            except OSError:  # it has just been renamed
+                continue
+            if state != seen:
+                seen, since = state, time.monotonic()
+            elif time.monotonic() - since > self.patience:
+                names = ", ".join(map(str, late or [0]))
+                raise CheckpointError(f"saving {self.path}: no sign of rank {names} for {self.patience:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.05)
+        if self.rank and f'"token": "{self.token}"' not in (self.path / MANIFEST).read_text():
+            raise CheckpointError(f"the temporary folder of {self.path} has gone, but the checkpoint is not there")
 
-class _Elsewhere(Exception):
-    """Another rank's error, which needs no report of ours."""
-
-    def __init__(self, error: Exception):
-        super().__init__(str(error))
-        self.error = error
-
-
-def _sizes(folder: Path) -> Iterable[tuple[str, int]]:
-    try:
-        return sorted((f.name, f.stat().st_size) for f in os.scandir(folder))
-    except OSError:  # it has just been renamed
-        return []
+    def _finish(self, manifest: dict[str, Any]) -> None:
+        files, tensors, pieces = {}, {}, {}
+        for rank in range(self.size):
+            told, file = json.loads(self._file(rank, "json").read_text()), self._file(rank, "safetensors")
+            files[file.name] = told["file"]
+            if not file.exists() or file.stat().st_size != told["file"]["bytes"]:
+                raise CheckpointError(f"{file} was taken away or altered while others were written")
+            for kind, group in told["tensors"].items():
+                for name, what in group.items():
+                    first = tensors.setdefault(kind, {}).setdefault(name, what)
+                    if first != what:
+                        raise CheckpointError(f"{kind} of {name} is {what} on rank {rank}, {first} on one before")
+            for kind, name, start, stop, *_ in told["file"]["pieces"]:
+                piece = Piece(name, tuple(tensors[kind][name]["shape"]), start, stop)
+                pieces.setdefault(kind, []).append(piece)
+        for kind, group in tensors.items():
+            try:
+                check_cover(pieces.get(kind, ()), {name: what["shape"] for name, what in group.items()})
+            except CheckpointError as e:
+                raise CheckpointError(f"the pieces of kind {kind!r} are not the whole: {e}") from None
+        for rank in range(self.size):
+            self._file(rank, "json").unlink()
+        about = {
+            "token": self.token,
+            "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"moekit": importlib.metadata.version("moekit"), "torch": torch.__version__},
+        }
+        write_manifest(self.folder, {**about, **manifest, "tensors": tensors, "files": files})
+        put_in_place(self.folder, self.path)

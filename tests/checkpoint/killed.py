@@ -64,7 +64,7 @@ def check(folder):
             for kind in ("master", "exp_avg"):
                 for name in ("a", "b"):
                     out = torch.zeros(SIZE)
-                    c.read_into(kind, Piece.whole(name, (SIZE,)), out)
+                    c.read(kind, [(Piece.whole(name, (SIZE,)), out)], names="ab")
                     assert (out == step).all(), f"{path} {kind} {name} holds other values"
         count += 1
     newest = latest(folder)

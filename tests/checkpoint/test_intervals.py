@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from moekit.checkpoint.intervals import Overlap, Piece, check_cover, intersect
+from moekit.checkpoint.intervals import Piece, check_cover, intersect
 from moekit.errors import CheckpointError
 
 
@@ -33,9 +33,9 @@ def test_intersect_finds_every_shared_element_and_no_other(seed):
         for at in set(range(h.start, h.stop)) & set(range(w.start, w.stop))
     }
     overlaps = intersect(have, want)
-    found = [(o.have, o.want, at) for o in overlaps for at in range(o.start, o.stop)]
+    found = [(i, j, at) for i, j, start, stop in overlaps for at in range(start, stop)]
     assert len(found) == len(set(found)) and set(found) == expected
-    assert all(o.start < o.stop for o in overlaps)
+    assert all(start < stop for *_, start, stop in overlaps)
 
 
 def test_experts_cut_over_ranks_meet_shards_cut_anywhere():
@@ -44,10 +44,10 @@ def test_experts_cut_over_ranks_meet_shards_cut_anywhere():
     have = [Piece("w", shape, 0, 60), Piece("w", shape, 60, 120)]
     want = [Piece("w", shape, i, min(i + 50, 120)) for i in (0, 50, 100)]
     assert intersect(have, want) == [
-        Overlap(0, 0, 0, 50),
-        Overlap(0, 1, 50, 60),
-        Overlap(1, 1, 60, 100),
-        Overlap(1, 2, 100, 120),
+        (0, 0, 0, 50),
+        (0, 1, 50, 60),
+        (1, 1, 60, 100),
+        (1, 2, 100, 120),
     ]
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from moekit.checkpoint import files, write
 from moekit.checkpoint.intervals import Piece
-from moekit.checkpoint.load import compare, load_weights, open_checkpoint, show, verify
+from moekit.checkpoint.load import compare, open_checkpoint, show, verify
 from moekit.checkpoint.save import latest, read_manifest, retain
 from moekit.checkpoint.write import save_state
 from moekit.cli import main
@@ -117,6 +117,15 @@ def save_one(path, values=None, **options):
     return save_state(path, cut(values, pieces), {"updates": 7}, world=Ranks(), **options)
 
 
+def read_into(checkpoint, kind, piece, out):
+    checkpoint.read(kind, [(piece, out)], names=checkpoint.names(kind))
+
+
+def load_weights(path, named, strict=True):
+    with open_checkpoint(path) as c:
+        return c.read("master", list(named.values()), strict=strict, cast=True)
+
+
 def read_all(path, values):
     """Bitwise: what the checkpoint holds is `values`."""
     with open_checkpoint(path) as c:
@@ -124,7 +133,7 @@ def read_all(path, values):
             assert c.names(kind) == {n: tuple(t.shape) for n, t in tensors.items()}
             for name, t in tensors.items():
                 out = torch.full((t.numel(),), 99, dtype=t.dtype)
-                c.read_into(kind, Piece.whole(name, t.shape), out)
+                read_into(c, kind, Piece.whole(name, t.shape), out)
                 assert out.view(torch.uint8).equal(t.reshape(-1).view(torch.uint8)), (kind, name)
 
 
@@ -141,7 +150,7 @@ def test_every_layout_restores_bitwise_in_every_other(tmp_path, source):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
     read_all(tmp_path / "c", values)
     with open_checkpoint(tmp_path / "c") as c:
-        assert c.manifest["updates"] == 7 and len(c.files) == source.size
+        assert c.manifest["updates"] == 7 and len(c.manifest["files"]) == source.size
         for target in LAYOUTS:
             for rank in range(target.size):
                 wanted = owned(target, rank)
@@ -174,7 +183,7 @@ def test_every_dtype_keeps_its_bits_and_the_safetensors_library_reads_the_file(t
         assert f.get_slice("c/y/0")[1:4].tolist() == [1, 2, 3]
     out = torch.zeros(first.shape, dtype=dtype)
     with open_checkpoint(tmp_path / "c") as c:
-        c.read_into("b", Piece.whole("x", first.shape), out)
+        read_into(c, "b", Piece.whole("x", first.shape), out)
     assert out.view(torch.uint8).equal(bits)
 
 
@@ -187,7 +196,7 @@ def test_pieces_of_several_blocks_are_read_at_any_offset(tmp_path):
     with open_checkpoint(tmp_path / "c") as c:
         for a, b in [(0, 300_000), (1, 2), (131_070, 131_073), (5, 299_999), (262_144, 262_146)]:
             out = torch.zeros(b - a, dtype=t.dtype)
-            c.read_into("master", Piece("w", t.shape, a, b), out)
+            read_into(c, "master", Piece("w", t.shape, a, b), out)
             assert out.equal(t[a:b])
             low = torch.zeros(b - a, dtype=torch.bfloat16)
             c.read("master", [(Piece("w", t.shape, a, b), low)], cast=True)
@@ -241,11 +250,11 @@ def test_damage_names_the_tensor_and_spares_who_does_not_read_it(tmp_path):
     with open_checkpoint(path) as c:
         out = torch.zeros(5)
         with pytest.raises(CheckpointError, match=r"damaged: exp_avg_sq of layers\.3\.norm, elements 4 to 5"):
-            c.read_into("exp_avg_sq", Piece.whole("layers.3.norm", (5,)), out)
-        c.read_into("master", Piece.whole("layers.3.norm", (5,)), out)
+            read_into(c, "exp_avg_sq", Piece.whole("layers.3.norm", (5,)), out)
+        read_into(c, "master", Piece.whole("layers.3.norm", (5,)), out)
     assert out.equal(state()["master"]["layers.3.norm"])
     with open_checkpoint(path, verify=False) as c:
-        c.read_into("exp_avg_sq", Piece.whole("layers.3.norm", (5,)), out)
+        read_into(c, "exp_avg_sq", Piece.whole("layers.3.norm", (5,)), out)
 
 
 def test_block_sums_see_every_flipped_bit_lost_page_and_swapped_row():
@@ -288,6 +297,16 @@ def test_a_missing_file_and_a_broken_manifest_are_named(tmp_path, capsys):
     manifest.write_text(text)
     (tmp_path / "c" / "rank_00007.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank_00007\.safetensors is not of this checkpoint"):
+        verify(tmp_path / "c")
+
+
+def test_the_file_of_a_rank_that_owns_nothing_is_verified_too(tmp_path):
+    one = {"master": [(Piece.whole("w", (3,)), torch.ones(3))]}
+    work = lambda rank: save_state(tmp_path / "c", one if rank == 0 else {}, {}, world=Ranks(rank, 2), token="t")
+    together(2, work)
+    assert "2 files" in verify(tmp_path / "c")
+    (tmp_path / "c" / "rank_00001.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"rank_00001\.safetensors is truncated"):
         verify(tmp_path / "c")
 
 
@@ -335,11 +354,11 @@ def test_weights_alone_are_the_rounded_masters_and_other_shapes_and_dtypes_are_r
     with open_checkpoint(tmp_path / "c") as c:
         low = torch.zeros(3, dtype=torch.bfloat16)
         with pytest.raises(CheckpointError, match=r"layers\.0\.odd is torch\.float32 in .*, torch\.bfloat16 is wanted"):
-            c.read_into("exp_avg", Piece.whole("layers.0.odd", (3,)), low)
+            read_into(c, "exp_avg", Piece.whole("layers.0.odd", (3,)), low)
         with pytest.raises(CheckpointError, match=r"another shape: \[3\] in .*, \[3, 1\] wanted"):
-            c.read_into("exp_avg", Piece.whole("layers.0.odd", (3, 1)), torch.zeros(3))
+            read_into(c, "exp_avg", Piece.whole("layers.0.odd", (3, 1)), torch.zeros(3))
         with pytest.raises(CheckpointError, match="flat tensor of 3 elements"):
-            c.read_into("exp_avg", Piece.whole("layers.0.odd", (3,)), torch.zeros(4))
+            read_into(c, "exp_avg", Piece.whole("layers.0.odd", (3,)), torch.zeros(4))
 
 
 # ------------------------------------------------------------------ the call is the snapshot
@@ -486,7 +505,7 @@ def test_what_a_dead_attempt_left_is_never_taken_for_this_one(tmp_path, monkeypa
     layout, old, new = Layout(2, 1), state(1), state(2)
     entries = cut(old, owned(layout, 1))
     with pytest.raises(CheckpointError, match=r"no sign of rank 0"):
-        monkeypatch.setattr(write._Attempt, "_leave", lambda self, error=None: None)  # as if it had been killed
+        monkeypatch.setattr(write._Attempt, "failed", lambda self, error: error)  # as if it had been killed
         save_state(tmp_path / "c", entries, {}, world=Ranks(1, 2), token="dead", patience=-1.9)
     monkeypatch.undo()
     (left,) = tmp_path.iterdir()
