@@ -28,8 +28,8 @@ def first_failure(
 
     When one rank fails, the collectives of the others fail as well, and the agent ends those that still run. So an
     error of a rank's own comes before a collective's, and then the earlier before the later; a death by SIGTERM or
-    SIGKILL counts only when the agent had no reason yet to send one. Deaths that count are written to ``errors/``,
-    for those ranks could not do it.
+    SIGKILL counts only when the agent had no reason yet to send one (and an unknown one if no SIGTERM was noted).
+    Deaths that count are written to ``errors/``, for those ranks could not do it.
 
     Args:
         deaths: per rank that ended badly, its ``exit_code`` (minus the signal; None = unknown) and the ``time`` it was
@@ -47,6 +47,7 @@ def first_failure(
         code = death["exit_code"]
         late = death["time"] >= noticed + STOP_GRACE_S
         by_agent = (code == -signal.SIGTERM and had_reason) or (code == -signal.SIGKILL and late)
+        by_agent |= code is None and bool(_stack(folder, rank))
         if written[rank] is None and not by_agent:
             error = _death_notice(rank, code, death["time"])
             write_json(folder / "errors" / f"rank_{rank}.json", error)
@@ -70,62 +71,54 @@ def failure(folder: Path, world: int, failed: dict[str, Any]) -> dict[str, Any]:
     kind = f": {failed['type']}:" if failed["type"] else ""
     reason = f"rank {failed['rank']}{kind} {failed['message']}".splitlines()[0]
     if failed["knock_on"]:
-        held = {rank: _interrupted_at(folder, rank) for rank in range(world)}
-        reason += "".join(f"; rank {rank} was not in it, but at {at}" for rank, at in held.items() if at)
+        for rank in range(world):
+            at = re.search(r'File "(.*)", line (\d+) in (.*)', _stack(folder, rank))
+            if at and "torch/distributed/" not in at[1]:
+                reason += f"; rank {rank} was not in it, but at {at[1]}:{at[2]} in {at[3]}"
     return {"state": "failed", "reason": reason, "failed_rank": failed["rank"]}
 
 
-def _interrupted_at(folder: Path, rank: int) -> str:
-    """Where a SIGTERM met a rank that did not wait for the others; empty when there was none, or it waited."""
+def _stack(folder: Path, rank: int) -> str:
+    """Where a SIGTERM met a rank; empty when there was none."""
     path = folder / "ranks" / f"rank_{rank}.stack"
-    found = re.search(r'File "(.*)", line (\d+) in (.*)', path.read_text() if path.exists() else "")
-    if found is None or "torch/distributed/" in found[1]:
-        return ""
-    return f"{found[1]}:{found[2]} in {found[3]}"
+    return path.read_text() if path.exists() else ""
 
 
 def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """The state of a job that torchrun runs on several nodes, whose state.json is as it was submitted."""
-    ranks, pids = folder / "ranks", state["pids"]["ranks"]
-    world, now = len(pids), time.time()
-    said = [read_json(ranks / f"rank_{rank}.json") or {} for rank in range(world)]
+    world, now = len(state["pids"]["ranks"]), time.time()
+    paths = [folder / "ranks" / f"rank_{rank}.json" for rank in range(world)]
+    said = [read_json(path) or {} for path in paths]
+    phases = [one.get("phase", "starting") for one in said]
     job, word, over = slurm.status(folder)
-    alive = [_lives(ranks, rank, one, SETTLE_S if over else SILENT_S) for rank, one in enumerate(said)]
+    alive = [_lives(one, path, SETTLE_S if over else SILENT_S) for one, path in zip(said, paths)]
     state["pids"]["ranks"] = [one.get("pid") for one in said]
     state["stamps"] = {str(one["pid"]): one["stamp"] for one in said if one and one["host"] == host_id()}
-    phases = [one.get("phase", "starting") for one in said]
-    ends: dict[str, Any] = {"failed_rank": None}
     if all(phase == "returned" for phase in phases):
-        ends |= {"state": "finished", "exit_codes": [0] * world}
+        state |= {"state": "finished", "reason": "", "exit_codes": [0] * world}
     elif not any(alive) and (over or any(said)):
-        deaths: dict[int, dict[str, Any]] = {}
-        for rank, phase in enumerate(phases):
-            if phase != "returned" and said[rank]:
-                stack = ranks / f"rank_{rank}.stack"
-                ended = -signal.SIGTERM if stack.exists() and stack.stat().st_size else None
-                deaths[rank] = {"exit_code": 1 if phase == "failed" else ended, "time": now}
-        failed = first_failure(folder, world, deaths)
-        ends |= {"state": "failed", "reason": "no rank came to run; see logs/supervisor.log"}
-        if failed is not None:
-            ends |= failure(folder, world, failed)
+        lost = [rank for rank, phase in enumerate(phases) if said[rank] and phase != "returned"]
+        failed = first_failure(folder, world, {rank: {"exit_code": None, "time": now} for rank in lost})
+        nobody = {"state": "failed", "reason": "its ranks were ended from outside, or never ran"}
+        state |= failure(folder, world, failed) if failed else nobody
         if word:
-            ends["reason"] += f" (Slurm job {job}: {word})"
-            ends["state"] = "stopped" if word == "CANCELLED" else "failed"
+            state["reason"] += f" (Slurm job {job}: {word})"
+            state["state"] = "stopped" if word == "CANCELLED" else "failed"
     else:
         waits = f"`bash {folder}/node.sh HOST:PORT` on every node"
         if state["backend"] == "slurm":
             waits = f"Slurm job {job} ({word or 'no news'})" if job else f"`sbatch {folder}/job.sbatch`"
         running = "running" if "starting" not in phases else "starting"
         return state | {"state": running, "reason": "" if any(said) else f"waits for {waits}"}
-    state |= ends | {"ended": max((one["time"] for one in said if one), default=now)}
+    state["ended"] = max((one["time"] for one in said if one), default=now)
     with suppress(OSError):
         write_json(folder / "state.json", state)
     return state
 
 
-def _lives(ranks: Path, rank: int, said: dict[str, Any], patience: float) -> bool:
+def _lives(said: dict[str, Any], path: Path, patience: float) -> bool:
     if not said or said["phase"] in ("returned", "failed"):
         return False
     if said["host"] == host_id():
         return is_alive(said["pid"], said["stamp"])
-    return time.time() - (ranks / f"rank_{rank}.json").stat().st_mtime < patience
+    return time.time() - path.stat().st_mtime < patience

@@ -42,7 +42,8 @@ def check_options(options: Any) -> None:
 def write_scripts(folder: Path, config: dict[str, Any], env: dict[str, str]) -> None:
     """Writes ``node.sh``, and for Slurm ``job.sbatch``, into a run folder; `env` is what ranks need to start with."""
     run = shlex.quote(str(folder))
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+    shown = env | {name: value for name, value in config["env"].items() if value != "***"}  # no secret into a file
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in shown.items())
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", f"--nnodes={config['nodes']}"]
     torchrun += [f"--nproc-per-node={config['nproc']}", f"--rdzv-id={config['run_id']}", "--rdzv-backend=c10d"]
     worker = ["--no-python", *python_command("worker", str(folder))]

@@ -35,11 +35,7 @@ from .worker import dumps
 
 _LARGE_CALL = 256 << 20
 _PACKAGES = ("moekit", "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "datasets")
-_CHOICES = {
-    "backend": ("local", "torchrun", "slurm"),
-    "device": ("auto", "cpu", "cuda"),
-    "malloc": ("default", "keep"),
-}
+_CHOICES = {"backend": ("local", "torchrun", "slurm"), "device": ("auto", "cpu", "cuda"), "malloc": ("default", "keep")}
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 500
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -111,25 +107,17 @@ def submit(
     function = _name_of(fn)
     call = _pack(fn, args, kwargs, function)
     config = settings | {
-        "run_id": uuid.uuid4().hex,
-        "function": function,
-        "args": [_describe(value) for value in args],
-        "kwargs": {key: _describe(value) for key, value in kwargs.items()},
-        "detach": detach,
-        "resume": resume,
+        "run_id": uuid.uuid4().hex, "function": function, "args": [_describe(value) for value in args],
+        "kwargs": {key: _describe(value) for key, value in kwargs.items()}, "detach": detach, "resume": resume,
         "env": {k: "***" if any(word in k.upper() for word in _SECRET) else v for k, v in (env or {}).items()},
-        "versions": _versions(),
-        "python": sys.executable,
-        "command": sys.argv,
-        "cwd": os.getcwd(),
+        "versions": _versions(), "python": sys.executable, "command": sys.argv, "cwd": os.getcwd(),
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
+    }  # fmt: skip
     folder = create(runs, name, function, config, call, overwrite=overwrite, resume=resume)
     whole = environment(env, threads=threads or 1, malloc=malloc)
     if backend == "local":
         return _start(folder, detach, whole)
-    shown = {key: value for key, value in config["env"].items() if value != "***"}
-    slurm_jobs.write_scripts(folder, config, process_settings(threads or 1, malloc) | shown)
+    slurm_jobs.write_scripts(folder, config, process_settings(threads or 1, malloc))
     if backend == "slurm" and config["slurm"].get("submit", True):
         slurm_jobs.send(folder, whole)
     return Job(folder)
@@ -255,14 +243,10 @@ def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
     env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         with (folder / "logs" / "supervisor.log").open("ab") as log:
-            process = subprocess.Popen(
-                python_command("supervisor", str(folder), *watched),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt meant for the notebook must not reach the job
-            )
+            process = subprocess.Popen(  # its own session: an interrupt meant for the notebook must not reach the job
+                python_command("supervisor", str(folder), *watched), env=env, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
     except OSError as error:
         remove(folder)
         if not any(folder.iterdir()):

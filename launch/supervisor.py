@@ -60,7 +60,7 @@ class _Supervisor:
         left = kill_descendants()
         processes.reap()
         if left:
-            changes["reason"] += f" (processes {left} could not be killed)"
+            changes["reason"] = f"{changes.get('reason', '')} (processes {left} could not be killed)"
         shutil.rmtree(self.folder / "logs" / "elastic", ignore_errors=True)
         self._update(ended=time.time(), **changes)
 

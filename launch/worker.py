@@ -104,9 +104,9 @@ def _tell(folder: Path, rank: int, phase: str) -> None:
 
 
 def _live(folder: Path, rank: int) -> None:
-    """Touches this rank's file, and ends this rank when another has failed: torchrun would give it 30 s, or for ever.
+    """Touches this rank's file, and ends this rank when another has failed.
 
-    The ranks of other nodes learn of a failure only by a collective, and one that hangs is in none.
+    torchrun gives a rank that hangs 30 s, and for ever when it is on another node.
     """
     ends = iter((signal.SIGTERM, signal.SIGKILL))
     while True:
@@ -149,10 +149,8 @@ def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     world = config["nproc"] * config["nodes"]
     if int(os.environ["WORLD_SIZE"]) != world:
-        raise ConfigError(
-            f"torchrun started {os.environ['WORLD_SIZE']} ranks, and the run in {folder} was submitted for {world} "
-            f"(nodes={config['nodes']}, nproc={config['nproc']}); use `bash {folder}/node.sh`, or submit it anew"
-        )
+        asked = f"{folder} was submitted for {world} (nodes={config['nodes']}, nproc={config['nproc']})"
+        raise ConfigError(f"torchrun started {os.environ['WORLD_SIZE']} ranks, and {asked}; use its node.sh")
     join(config["threads"], config["device"], config["timeout"])
     _tell(folder, rank, "running")
     try:
@@ -166,10 +164,7 @@ def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
 
 
 def join(threads: int | None = None, device: str = "auto", timeout: float = 600.0) -> None:
-    """Threads, device, and the process group of a rank that torchrun or the launcher started; see `moekit.submit`.
-
-    Gloo on CPU, gloo and NCCL on CUDA.
-    """
+    """Threads, device and process group (gloo, on CUDA with NCCL) of a rank that torchrun started; see `submit`."""
     import torch
     import torch.distributed as dist
 
@@ -187,11 +182,8 @@ def join(threads: int | None = None, device: str = "auto", timeout: float = 600.
     else:
         device, backend = "cpu", "gloo"
     os.environ["MOEKIT_RUN_DEVICE"] = device
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=timeout),
-        device_id=torch.device(device) if device != "cpu" else None,
-    )
+    on = torch.device(device) if device != "cpu" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=on)
     # Together once: a rank whose function ended at once would cut off those that still make their connections.
     dist.all_reduce(torch.zeros(1))
 

@@ -292,7 +292,7 @@ def test_slurm_gets_the_script_and_is_asked_how_it_goes(runs: Path, fake: Path) 
     assert job.state == "starting"  # Slurm says nothing: no verdict
     (fake / "acct").write_text("TIMEOUT\n")
     assert (job.state, job.reason) == (
-        "failed", "no rank came to run; see logs/supervisor.log (Slurm job 123: TIMEOUT)",
+        "failed", "its ranks were ended from outside, or never ran (Slurm job 123: TIMEOUT)",
     )  # fmt: skip
 
 
