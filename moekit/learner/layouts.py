@@ -42,9 +42,8 @@ def legal_layouts(shape: ModelConfig, world: int) -> list[Layout]:
 def held(shape: ModelConfig, config: LearnerConfig, pp_rank: int = 0, ep_rank: int = 0) -> list[Held]:
     """The parameters that one rank of a layout holds, by name and shape; nothing is allocated."""
     model = Transformer(shape, device="meta", seed=None, part=part_of(config, shape, pp_rank, ep_rank))
-    twice = shape.tied_head and config.pp > 1 and config.pipeline != "zbv"
-    return [Held(name, tuple(p.shape), is_expert(name), twice and name == "embed.weight")
-            for name, p in model.named_parameters()]  # fmt: skip
+    tied = ("embed.weight",) if shape.tied_head and config.pp > 1 and config.pipeline != "zbv" else ()
+    return [Held(n, tuple(p.shape), is_expert(n), n in tied) for n, p in model.named_parameters()]
 
 
 def in_flight(config: LearnerConfig, pp_rank: int, microbatches: int) -> int:

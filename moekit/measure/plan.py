@@ -214,7 +214,8 @@ def wire_bytes(
                 as much where the transport sends padded blocks
     pipeline    N D b for each of `transfers`: sends of the schedule to other ranks, idle microbatches' too
     """
-    b, w, out = dtype.itemsize, max(4, dtype.itemsize), dict.fromkeys(("gradients", "parameters"), 0.0)
+    b, w = dtype.itemsize, max(4, dtype.itemsize)
+    out: dict[str, float] = {"gradients": 0.0, "parameters": 0.0}
     for n, ranks, _, tied in buckets(held, config, dp):
         share = (ranks - 1) / ranks * n
         times = 2 if config.zero < 2 else microbatches if config.reduce == "microbatch" else 1

@@ -23,9 +23,9 @@ from moekit.learner.gradients import Gradients
 from moekit.learner.layouts import held, in_flight, layout_table, plan_rank, render
 from moekit.learner.mesh import Mesh, World
 from moekit.learner.optimizer import FlatAdamW
-from moekit.learner.stages import part_of
+from moekit.learner.stages import part_of, plan_stages
 from moekit.measure import plan
-from moekit.measure.plan import Microbatch, storage_bytes
+from moekit.measure.plan import Microbatch, activation_bytes, storage_bytes
 from moekit.model.presets import preset
 from moekit.model.transformer import Transformer
 
@@ -242,6 +242,22 @@ def test_the_table_of_a_published_model():
         assert sum(row["layers"]) == 16 and row["microbatches"] == row["pp"] and row["experts"] == 64 // row["ep"]
         for part in ("memory", "wire"):
             assert row[part]["total"] == sum(v for k, v in row[part].items() if k != "total")
+
+
+@pytest.mark.parametrize("recompute", ("none", "moe", "block"))
+def test_memory_of_a_pipeline_rank_adds_up(recompute):
+    """Two microbatches in flight on the first of two ranks, one on the last, and one recomputation each."""
+    c, work = LearnerConfig(pp=2, recompute=recompute), Microbatch.full(1, 32)
+    for rank, flying in ((0, 2), (1, 1)):
+        kept = activation_bytes(SHAPE, work, torch.bfloat16, c, plan_stages(SHAPE, 2)[rank], "cuda")
+        stored = storage_bytes(held(SHAPE, c, rank), c, torch.bfloat16, 2)
+        got = plan_rank(SHAPE, c, 4, torch.bfloat16, work, 5, rank)["memory"]
+        assert (kept["again"] > 0) == (recompute != "none")
+        assert got == {
+            "parameters": stored["parameters"], "gradients": stored["gradients"],
+            "optimizer": stored["masters"] + stored["moments"], "activations": flying * kept["total"] + kept["again"],
+            "total": stored["total"] + flying * kept["total"] + kept["again"],
+        }  # fmt: skip
 
 
 def test_recompute_and_zero_change_what_they_should():
