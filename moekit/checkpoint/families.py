@@ -9,18 +9,17 @@ Nothing is dropped in silence: a feature that moekit's model does not have is re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig, QKNorm
 from ..errors import CheckpointError, ConfigError
 
 # fmt: off
-# what the three configuration classes agree on, for keys that a file leaves out
-_COMMON: dict[str, Any] = {
-    "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "norm_topk_prob": False,
-    "rope_theta": 10000.0, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-}
+# what Transformers' configuration classes hold where a config.json has no key: what all agree on, and each family's own
+_DEFAULTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("families.json").read_text())
 # ModelConfig's field -> the key of config.json that holds the same value
 _INTEGERS = {
     "vocab": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -50,7 +49,6 @@ class Family:
     dense_layers: bool  # some layers may have a dense feed-forward
     free_head_dim: bool  # head_dim may differ from width / heads
     router_loss: float  # its default coefficient of the balance loss, written so that the file is complete
-    defaults: dict[str, Any] = field(default_factory=dict)
 
     @property
     def width_key(self) -> str:
@@ -59,39 +57,20 @@ class Family:
 
     def default(self, key: str) -> Any:
         """Value of `key` where a config.json does not have it."""
-        return self.defaults.get(key, _COMMON.get(key))
+        return _DEFAULTS[self.name].get(key, _DEFAULTS["common"].get(key))
 
 
-# fmt: off
-FAMILIES: dict[str, Family] = {f.name: f for f in (
-    Family(
-        "olmoe", "OlmoeForCausalLM", qk_norm="full", normalizes=None, dense_layers=False, free_head_dim=False,
-        router_loss=0.01, defaults={
-            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
-            "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64,
-            "num_experts_per_tok": 8, "pad_token_id": 1, "eos_token_id": 50279,
-        },
+FAMILIES: dict[str, Family] = {
+    "olmoe": Family(
+        "olmoe", "OlmoeForCausalLM", "full", None, dense_layers=False, free_head_dim=False, router_loss=0.01
     ),
-    Family(
-        "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="head", normalizes=None, dense_layers=True, free_head_dim=True,
-        router_loss=0.001, defaults={
-            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-            "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-            "num_experts_per_tok": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-            "decoder_sparse_step": 1, "sliding_window": 4096,
-        },
+    "qwen3_moe": Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", "head", None, dense_layers=True, free_head_dim=True, router_loss=0.001
     ),
-    Family(
-        "mixtral", "MixtralForCausalLM", qk_norm="none", normalizes=True, dense_layers=False, free_head_dim=True,
-        router_loss=0.001, defaults={
-            "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
-            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2,
-            "bos_token_id": 1, "eos_token_id": 2,
-        },
+    "mixtral": Family(
+        "mixtral", "MixtralForCausalLM", "none", True, dense_layers=False, free_head_dim=True, router_loss=0.001
     ),
-)}
-# fmt: on
+}
 
 
 def family_of(values: dict[str, Any], where: str = "config.json") -> Family:

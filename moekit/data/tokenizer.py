@@ -11,21 +11,8 @@ from ..errors import DataError
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant")
 
-# Every turn ends with EOS, so that a trained model stops by the token that `generate` looks for.
-TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception("unknown role '" ~ message['role'] ~ "'; this template has system, user and assistant") }}
-    {%- endif %}
-    {{- '<|' ~ message['role'] ~ '|>' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] ~ eos_token }}{%- endgeneration %}
-    {%- else %}
-        {{- message['content'] ~ eos_token }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+# every turn ends with EOS, so that a trained model stops by the token that `generate` looks for
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *, min_frequency: int = 0) -> Any:
@@ -64,6 +51,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *
         tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, additional_special_tokens=special[3:],
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    made.chat_template = TEMPLATE
+    made.chat_template = TEMPLATE.read_text().strip()
     made.save_pretrained(str(folder))
     return made

@@ -29,17 +29,10 @@ class Measures:
     pairs: Tensor  # [1] (query, key) pairs of causal attention inside documents and to their parents
 
     def __init__(self, layers: Sequence[int], experts: int, device: torch.device | str = "cpu"):
-        self.layers = tuple(layers)
-        self.experts = experts
-        rows, by_class = (len(self.layers), C, experts), (len(self.layers), C)
+        self.layers, self.experts = tuple(layers), experts
+        axes = {"L": len(self.layers), "C": C, "E": experts}
         self.shapes: dict[str, tuple[int, ...]] = {
-            "decided_LCE": rows,
-            "dispatched_LCE": rows,
-            "elided_LC": by_class,
-            "dropped_LC": by_class,
-            "positions_C": (C,),
-            "shared_C": (C,),
-            "pairs": (1,),
+            name: tuple(axes[letter] for letter in name.partition("_")[2]) or (1,) for name in Measures.__annotations__
         }
         size = sum(torch.Size(s).numel() for s in self.shapes.values())
         self._bind(torch.zeros(size, dtype=torch.int64, device=device))
