@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -35,8 +36,17 @@ _POLL_S = 0.1
 
 
 def main() -> None:
-    """Entry of the supervisor process: ``<folder> [<process id of the submitter> <its stamp>]``."""
-    _Supervisor(Path(sys.argv[1]), *sys.argv[2:]).run()
+    """Entry of both: ``<folder> [<id of the submitter> <its stamp>]``, or ``agent <folder> <id of the supervisor>``."""
+    if sys.argv[1] != "agent":
+        _Supervisor(Path(sys.argv[1]), *sys.argv[2:]).run()
+        return
+    folder = Path(sys.argv[2])
+    processes.adopt_orphans()
+    threading.Thread(target=processes.watch_parent, args=(int(sys.argv[3]),), daemon=True).start()
+    code = _launch(folder, read_json(folder / "config.json") or {})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # freeing torch's modules takes half a second, in which the job would not be done
 
 
 class _Supervisor:
@@ -79,7 +89,7 @@ class _Supervisor:
 
     def _watch(self) -> int | None:
         """Runs the agent until it ends (its exit code) or the job is to be stopped (None, with the tree ended)."""
-        command = processes.python_command("agent", str(self.folder), str(os.getpid()))
+        command = processes.python_command("supervisor", "agent", str(self.folder), str(os.getpid()))
         agent = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self._note_process("agent", agent.pid)
         pid, start = self.submitter
@@ -128,3 +138,35 @@ class _Supervisor:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         reason = report.get("error") or f"the launching process {how}; see logs/supervisor.log"
         return {"state": "failed", "reason": reason, "exit_codes": codes}
+
+
+def _launch(folder: Path, config: dict[str, Any]) -> int:
+    """Runs all ranks to their end; how they died goes to ``ranks/agent.json``. Returns the exit code."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    endpoint = f"127.0.0.1:{config['port'] or 0}"  # 0: the store binds whatever is free and keeps it
+    elastic = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=config["nproc"], run_id=config["run_id"], role="rank",
+        rdzv_backend="c10d", rdzv_endpoint=endpoint, local_addr="127.0.0.1", max_restarts=0, monitor_interval=0.1,
+        start_method="spawn", logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs" / "elastic")),
+    )  # fmt: skip
+    command = processes.python_command("worker", str(folder), str(os.getpid()))
+    report: dict[str, Any] = {"failures": {}, "error": ""}
+    try:
+        elastic_launch(elastic, command[0])(*command[1:])
+        return 0
+    except ChildFailedError as error:
+        report["failures"] = {
+            rank: {"exit_code": failure.exitcode, "time": float(failure.timestamp)}
+            for rank, failure in error.failures.items()
+        }
+    except SignalException as error:
+        report["error"] = f"the launching process got {error.sigval.name}"
+    except Exception as error:  # noqa: BLE001  reported, whatever it is
+        traceback.print_exc()
+        report["error"] = f"torch elastic could not launch the ranks: {type(error).__name__}: {error}"
+    finally:
+        write_json(folder / "ranks" / "agent.json", report)
+    return 1
