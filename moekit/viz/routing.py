@@ -198,7 +198,7 @@ def compare(
         table = np.array(list(panel.values()), dtype=float)
         low, high = (limits or {}).get(heading, (float(table.min()), float(table.max())))
         room = (high - low) or 1.0
-        pad = 44 * room / max((share - gap) * (fig.layout.width - margin["l"] - margin["r"]) - 88, 44)  # for labels
+        pad = 40 * room / max((share - gap) * (fig.layout.width - margin["l"] - margin["r"]) - 80, 40)  # for labels
         for name, least, most in zip(names, table.min(axis=0), table.max(axis=0)):
             fig.add_scatter(x=[least, most], y=[name, name], mode="lines", hoverinfo="skip",
                             line={"color": GRID, "width": 3}, **refs)  # fmt: skip
@@ -209,7 +209,9 @@ def compare(
             look = {"size": 11, "color": CLASS.get(name, SERIES[5 - series.index(name)] if name else MUTED)}
             fig.add_scatter(x=list(values), y=list(names), mode="markers", name=name, marker=look, **refs)
         note(fig, f"<b>{heading}</b>", left, 1, stand="left bottom", shift=(0, 8))
-        x = {"domain": [left, left + share - gap], "range": [low - pad, high + pad], "nticks": 5}
+        x = {"domain": [left, left + share - gap], "range": [low - pad, high + pad]}
+        x["tickvals"] = np.linspace(low, high, 4 if high > low else 1).round(3).tolist()
+        x["ticktext"] = [number(tick) for tick in x["tickvals"]]
         y = {**names_axis(names), "anchor": refs["xaxis"], "showticklabels": not i}
         fig.update_layout({f"xaxis{axes}": x | {"anchor": refs["yaxis"]}, f"yaxis{axes}": y})
     at = 0.0
