@@ -109,17 +109,16 @@ def _versions(found: Report) -> list[tuple[str, str]]:
         found.warnings.append("moekit is not installed, only on the path: run `pip install -e .` for worker processes")
     for name in [*required, *(n for n in TESTED if n not in required)]:
         tested = TESTED.get(name)
+        wanted = required.get(name) or name
         try:
             have = importlib.metadata.version(name)
+            same = tested is None or have.split("+")[0] == tested
+            rows.append((name, have if same else f"{have} (tested with {tested})"))
+            if not _fits(have, required.get(name, "")):
+                found.missing.append(f"package {wanted}: {have} is installed")
         except importlib.metadata.PackageNotFoundError:
             rows.append((name, f"not installed ({WITHOUT.get(name, 'required')})"))
-            if name in required:
-                found.missing.append(f"package {required[name] or name}: pip install '{required[name] or name}'")
-            continue
-        same = tested is None or have.split("+")[0] == tested
-        rows.append((name, have if same else f"{have} (tested with {tested})"))
-        if name in required and not _fits(have, required[name]):
-            found.missing.append(f"package {required[name]}: {have} is installed")
+            found.missing += [f"package {wanted}: pip install '{wanted}'"] if name in required else []
     found.missing += [
         f"moekit/{folder} is no folder: this checkout does not support links; install the wheel instead"
         for folder in ("kernels", "launch")
@@ -221,10 +220,8 @@ def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:
         free = shutil.disk_usage(shm)
         rows.append(("/dev/shm", f"{size(free.total)}, {size(free.free)} free"))
         if free.total < SHM_WANTED:
-            found.warnings.append(
-                f"/dev/shm holds only {size(free.total)}; processes that share memory want {size(SHM_WANTED)} "
-                "(in Docker: --shm-size=1g or --ipc=host)"
-            )
+            how = "processes that share memory want more (in Docker: --shm-size=1g or --ipc=host)"
+            found.warnings.append(f"/dev/shm holds only {size(free.total)}; {how}")
     place = existing(runs)
     disk = shutil.disk_usage(place)
     rows.append(("disk for runs", f"{size(disk.free)} free of {size(disk.total)} at {place}"))

@@ -33,19 +33,12 @@ _GENERATION = "generation_config.json"
 
 
 def write(
-    model: nn.Module,
-    path: str | Path,
-    tokenizer: Any = None,
-    *,
-    family: str | None = None,
-    naming: Naming = "per_expert",
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-) -> Path:
+    model: nn.Module, path: str | Path, tokenizer: Any = None, *, family: str | None = None,
+    naming: Naming = "per_expert", max_shard_bytes: int = 5 * 10**9, overwrite: bool = False,
+) -> Path:  # fmt: skip
     """Write config.json, generation_config.json, safetensors (with an index when sharded) and the tokenizer.
     Args:
-        model: a `Transformer` (anything with `config` and its parameter names). Weights are written as they are, in
-            their dtype.
+        model: a `Transformer` (anything with `config` and its parameter names); weights keep their dtype.
         path: the folder to make.
         tokenizer: a folder whose tokenizer files (and generation_config.json) are copied, or an object with
             `save_pretrained`; None = no tokenizer files.
@@ -105,9 +98,7 @@ def choose_family(config: ModelConfig, family: str | None = None) -> Family:
     able = [f.name for f in FAMILIES.values() if not _cannot_hold(config, f)]
     hint = f"families that can hold this model: {', '.join(able) or 'none of ' + ', '.join(FAMILIES)}"
     if name not in FAMILIES:
-        raise ConfigError(
-            f"export needs a Hugging Face family, got family={family!r} and config.family={config.family!r}; {hint}"
-        )
+        raise ConfigError(f"export needs a Hugging Face family, not family={family!r}, {config.family!r}; {hint}")
     problems = _cannot_hold(config, FAMILIES[name])
     if problems:
         raise ConfigError(f"the family {name!r} cannot hold {'; '.join(problems)}; {hint}")

@@ -77,9 +77,7 @@ def family_of(values: dict[str, Any], where: str = "config.json") -> Family:
     """The family that a config.json names in `model_type`. Raises `CheckpointError` for one that moekit lacks."""
     name = values.get("model_type")
     if name not in FAMILIES:
-        raise CheckpointError(
-            f"{where}: model_type={name!r} is not a family that moekit reads; it reads {', '.join(FAMILIES)}"
-        )
+        raise CheckpointError(f"{where}: model_type={name!r} is no family that moekit reads: {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 

@@ -162,9 +162,7 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
         raise CheckpointError(f"the Hugging Face family has no place for, or the model lacks: {_names(wrong)}")
     for name, p in parameters.items():
         if p.is_meta:
-            raise CheckpointError(
-                f"the parameter {name} is on the meta device and holds no memory; call to_empty first"
-            )
+            raise CheckpointError(f"{name} is on the meta device and holds no memory; call to_empty first")
         experts = part.experts[1] - part.experts[0] if part is not None and p.ndim == 3 else None
         if p.numel() * (model.config.experts if experts else 1) != covered[name] * (experts or 1):
             raise CheckpointError(f"{name} has shape {tuple(p.shape)}, model.config says {covered[name]} numbers")
@@ -217,9 +215,8 @@ def _copy(source, run: Tensor, first: int, name: str, file: Path, allow_nonfinit
             continue
         low, high = part.aminmax()  # one pass without a temporary; both are NaN where one number is
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise NumericsError(
-                f"{name} in {file} holds NaN or infinity (as {run.dtype}); pass allow_nonfinite=True to read it anyway"
-            )
+            how = "pass allow_nonfinite=True to read it anyway"
+            raise NumericsError(f"{name} in {file} holds NaN or infinity (as {run.dtype}); {how}")
 
 
 def _check_tied(config: ModelConfig, stored: dict[str, Stored]) -> None:

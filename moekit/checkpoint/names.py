@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..config import ModelConfig
 from .families import Family
@@ -45,55 +45,49 @@ def pieces(config: ModelConfig, family: Family, naming: Naming = "per_expert") -
         family: as which it is written, or was.
         naming: "per_expert": one tensor for each matrix of each expert, as released checkpoints have it; "fused": all
             experts of a layer in one tensor, as Transformers 5 holds them in memory."""
-    c, out = config, []
+    c, out, mixtral = config, [], family.name == "mixtral"
+    V, D, F = c.vocab, c.width, c.expert_width
 
-    def split(parameter: str, width: int, *parts: tuple[str, int]) -> None:
-        """`parameter` [rows, width], cut by rows into named parts."""
+    def put(parameter: str, *parts: tuple[Any, ...]) -> None:
+        """`parameter` seen flat, as parts that follow each other: (name in the folder, *shape)."""
         start = 0
-        for name, rows in parts:
-            out.append(Piece(name, (rows, width), parameter, start))
-            start += rows * width
-
-    def whole(parameter: str, name: str, *shape: int) -> None:
-        out.append(Piece(name, shape, parameter, 0))
+        for name, *shape in parts:
+            out.append(Piece(name, tuple(shape), parameter, start))
+            start = out[-1].stop
 
     heads, kv_heads = c.heads * c.head_dim, c.kv_heads * c.head_dim
     norm_q, norm_k = (heads, kv_heads) if c.qk_norm == "full" else (c.head_dim, c.head_dim)
-    whole("embed.weight", "model.embed_tokens.weight", c.vocab, c.width)
+    put("embed.weight", ("model.embed_tokens.weight", V, D))
     for i in range(c.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", c.width)
-        attention, width = f"{theirs}.self_attn", c.width
+        attention = f"{theirs}.self_attn"
+        put(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight", D))
         qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
-        split(f"{ours}.attention.qkv.weight", width, *((f"{attention}.{n}_proj.weight", r) for n, r in qkv.items()))
+        put(f"{ours}.attention.qkv.weight", *((f"{attention}.{n}_proj.weight", rows, D) for n, rows in qkv.items()))
         if c.qk_norm != "none":
-            whole(f"{ours}.attention.q_norm.weight", f"{attention}.q_norm.weight", norm_q)
-            whole(f"{ours}.attention.k_norm.weight", f"{attention}.k_norm.weight", norm_k)
-        whole(f"{ours}.attention.out.weight", f"{attention}.o_proj.weight", c.width, heads)
-        whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", c.width)
+            put(f"{ours}.attention.q_norm.weight", (f"{attention}.q_norm.weight", norm_q))
+            put(f"{ours}.attention.k_norm.weight", (f"{attention}.k_norm.weight", norm_k))
+        put(f"{ours}.attention.out.weight", (f"{attention}.o_proj.weight", D, heads))
+        put(f"{ours}.ffn_norm.weight", (f"{theirs}.post_attention_layernorm.weight", D))
         if i in c.dense_layers:
-            gate, up = (f"{theirs}.mlp.{part}_proj.weight" for part in ("gate", "up"))
-            split(f"{ours}.dense.gate_up.weight", c.width, (gate, c.dense_width), (up, c.dense_width))
-            whole(f"{ours}.dense.down.weight", f"{theirs}.mlp.down_proj.weight", c.width, c.dense_width)
+            mlp = f"{theirs}.mlp"
+            put(f"{ours}.dense.gate_up.weight", *((f"{mlp}.{n}_proj.weight", c.dense_width, D) for n in ("gate", "up")))
+            put(f"{ours}.dense.down.weight", (f"{mlp}.down_proj.weight", D, c.dense_width))
             continue
         # Mixtral's files call the block block_sparse_moe, its fused tensors exist only under Transformers 5's mlp
-        older = family.name == "mixtral" and naming == "per_expert"
-        block = f"{theirs}.{'block_sparse_moe' if older else 'mlp'}"
-        whole(f"{ours}.moe.router.weight", f"{block}.gate.weight", c.experts, c.width)
+        block = f"{theirs}.{'block_sparse_moe' if mixtral and naming == 'per_expert' else 'mlp'}"
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        put(f"{ours}.moe.router.weight", (f"{block}.gate.weight", c.experts, D))
+        gate_up_parts = [(f"{block}.experts.{e}.{n}.weight", F, D) for e in range(c.experts) for n in (gate, up)]
+        down_parts = [(f"{block}.experts.{e}.{down}.weight", D, F) for e in range(c.experts)]
         if naming == "fused":
-            whole(f"{ours}.moe.gate_up", f"{block}.experts.gate_up_proj", c.experts, 2 * c.expert_width, c.width)
-            whole(f"{ours}.moe.down", f"{block}.experts.down_proj", c.experts, c.width, c.expert_width)
-            continue
-        gate, up, down = ("w1", "w3", "w2") if family.name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        size = c.expert_width * c.width  # of one matrix of one expert
-        for e in range(c.experts):
-            for name, start in ((gate, 2 * e), (up, 2 * e + 1), (down, e)):
-                shape = (c.width, c.expert_width) if name == down else (c.expert_width, c.width)
-                parameter = f"{ours}.moe.{'down' if name == down else 'gate_up'}"
-                out.append(Piece(f"{block}.experts.{e}.{name}.weight", shape, parameter, start * size))
-    whole("final_norm.weight", "model.norm.weight", c.width)
+            gate_up_parts = [(f"{block}.experts.gate_up_proj", c.experts, 2 * F, D)]
+            down_parts = [(f"{block}.experts.down_proj", c.experts, D, F)]
+        put(f"{ours}.moe.gate_up", *gate_up_parts)
+        put(f"{ours}.moe.down", *down_parts)
+    put("final_norm.weight", ("model.norm.weight", D))
     if not c.tied_head:
-        whole("head.weight", "lm_head.weight", c.vocab, c.width)
+        put("head.weight", ("lm_head.weight", V, D))
     return out
 
 

@@ -38,9 +38,8 @@ class Document:
         object.__setattr__(self, "ids", np.asarray(self.ids, np.int32))
         object.__setattr__(self, "supervised", np.asarray(self.supervised, bool))
         if self.ids.ndim != 1 or self.ids.shape != self.supervised.shape:
-            raise DataError(
-                f"{self.source}, {self.index}: ids {self.ids.shape}, mask {self.supervised.shape}; they must agree"
-            )
+            shapes = f"ids {self.ids.shape}, mask {self.supervised.shape}"
+            raise DataError(f"{self.source}, {self.index}: {shapes}; they must agree")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,10 +61,8 @@ def load_tokenizer(tokenizer: Any) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(f"{_name(tokenizer)} is not a tokenizer of the `tokenizers` library; masks need its offsets")
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"the tokenizer {_name(tokenizer)} has no chat template; set tokenizer.chat_template, or train one that "
-            "has with moekit.data.tokenizer.train_tokenizer"
-        )
+        how = "set tokenizer.chat_template, or train one that has with moekit.data.tokenizer.train_tokenizer"
+        raise DataError(f"the tokenizer {_name(tokenizer)} has no chat template; {how}")
     try:
         tokenizer.get_chat_template()
     except ValueError as problem:  # several named ones, none of them the default
@@ -114,9 +111,8 @@ def render_all(
         if progress:
             progress(min(at + CHUNK, len(checked)), len(checked), "rendering")
     if checked and not documents:
-        raise DataError(
-            f"none of {len(checked)} conversations can be rendered; first: {report.select('rejected')[0].why}"
-        )
+        first = report.select("rejected")[0].why
+        raise DataError(f"none of {len(checked)} conversations can be rendered; first: {first}")
     return documents
 
 
@@ -163,9 +159,8 @@ class _Renderer:
             return question(example.messages)
         except Refused as problem:
             roles = ", ".join(m["role"] for m in example.messages)
-            raise DataError(
-                f"{example.where}: the {self.name} refuses this conversation (roles: {roles}): {problem}"
-            ) from None
+            refused = f"{example.where}: the {self.name} refuses this conversation (roles: {roles}): {problem}"
+            raise DataError(refused) from None
 
     def _spans(self, example: Example, text: str) -> list[tuple[int, int]]:
         try:

@@ -100,9 +100,7 @@ def _generator(name: str, size: int, seed: int, settings: dict[str, Any]) -> Any
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as problem:
-        raise BackendError(
-            f"tasks need reasoning-gym, which cannot be imported ({problem}); install it: pip install 'moekit[rl]'"
-        ) from None
+        raise BackendError(f"tasks need reasoning-gym ({problem}); install it: pip install 'moekit[rl]'") from None
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
         raise DataError(f"reasoning-gym has no task {name!r}; close: {', '.join(close) or 'none'}")

@@ -124,9 +124,7 @@ def _make_room(folder: Path) -> None:
         if not (folder / MARK).exists():
             raise RunExistsError(f"{folder} exists and no demo made it; nothing was touched, give another --out")
         if (folder / "state.json").exists() and not attach(folder).done:
-            raise RunExistsError(
-                f"a demo is still going in {folder}; wait, or moekit.attach({str(folder)!r}).stop() it"
-            )
+            raise RunExistsError(f"a demo is still going in {folder}; wait, or use moekit.attach(folder).stop()")
         shutil.rmtree(folder)
     write_atomic(folder / MARK, b"{}\n")
 

@@ -117,24 +117,18 @@ def _look(folder: Path, config: SFTConfig) -> None:
         raise StorageError(f"out={str(folder)!r} is a file; give the name of a folder")
     if folder.exists() and any(folder.iterdir()):
         if not (config.overwrite or config.resume):
-            raise RunExistsError(
-                f"the run folder {folder} exists; give another one, resume=True to go on in it, or overwrite=True to "
-                "replace the run in it"
-            )
+            how = "give another one, resume=True to go on in it, or overwrite=True to replace the run in it"
+            raise RunExistsError(f"the run folder {folder} exists; {how}")
         if not any((folder / mark).exists() for mark in _MARKS):
-            raise RunExistsError(
-                f"{folder} holds something that is not a run; nothing was touched, give another folder"
-            )
+            raise RunExistsError(f"{folder} holds what is not a run; nothing was touched, give another folder")
     place = existing(folder)
     probe = place / f".moekit-{time.time_ns()}"
     try:  # permission bits do not tell: not root's, not a read-only disk's
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
-        raise StorageError(
-            f"cannot write the run folder {folder}: {error.strerror} ({place}); nothing was started, give a folder "
-            "that can be written"
-        ) from None
+        why = f"{error.strerror} ({place}); nothing was started, give a folder that can be written"
+        raise StorageError(f"cannot write the run folder {folder}: {why}") from None
 
 
 def clear(folder: Path) -> None:
