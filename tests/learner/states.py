@@ -12,6 +12,7 @@ from torch import nn
 
 from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
+from moekit.errors import CapacityError
 from moekit.learner.learner import Learner
 from moekit.learner.mesh import World
 from moekit.model.presets import preset
@@ -214,6 +215,20 @@ def bc_053() -> dict:
     return {"loss": loss, "rows": metrics["rows/dispatched"], "want": real * MODEL.top_k * len(MODEL.moe_layers)}
 
 
+def policy(on_overflow: str) -> dict:
+    """A step whose buffers are too small; router losses and counts must not see what happens to the rows."""
+    c = replace(config((2, 2, 1, 2)), dispatch="rowwise", capacity=0.3, on_overflow=on_overflow)
+    one = Learner(Transformer(MODEL, dtype=torch.float64, seed=0), SFT(), c)
+    before = one.gathered("parameter")
+    try:
+        metrics = one.step(rows(0, one.mesh.dp))
+        one.counter.check()
+    except CapacityError as error:
+        metrics = {"error": str(error)}
+    moved = any((p != before[n]).any() for n, p in one.gathered("parameter").items())
+    return metrics | {"moved": moved, "updates": one.updates, "capacity_now": one.overflow.rowwise.capacity}
+
+
 def first_phase(size: int, folder: Path) -> dict:
     """Saves of every layout of this world size, and the injected cases."""
     out = {name(layout): save(folder, layout) for layout in MATRIX if world_of(layout) == size}
@@ -221,6 +236,7 @@ def first_phase(size: int, folder: Path) -> dict:
         out |= {f"bc_051 {zero}": bc_051(zero) for zero in (0, 1, 2)} | {"bc_053": bc_053()}
         out |= {f"bc_058 {zero}": bc_058(zero) for zero in (0, 2)} | {"tied": tied_copies((1, 1, 2, 2))}
         out["adam"] = adam((2, 2, 1, 2), folder, range(2))
+        out |= {p: policy(p) for p in ("redo", "drop", "raise")}
     if size == 4:
         out |= {"bc_055": bc_055(), "tied": tied_copies((2, 1, 2, 1))}
     return out

@@ -108,3 +108,16 @@ def test_bc_060_moments_survive_another_expert_layout(ran):
             assert (per_expert == per_expert[:, :1]).all(), name
             assert per_expert[:, 0].tolist() == pytest.approx(want, abs=1e-6), name
             assert got["exp_avg"][name].flatten(1)[:, 0].tolist() == pytest.approx(moments, abs=1e-6), name
+
+
+def test_what_happens_when_a_buffer_is_too_small(ran):
+    """redo: as if it had been large enough; drop: rows are missing, counted, and nothing else; raise: nothing moves."""
+    for rank in range(2):
+        redo, drop, stop = (ran["first", 2, rank][p] for p in ("redo", "drop", "raise"))
+        assert redo["dispatch/redone"] == 1 and redo["rows/dropped"] == 0 and redo["capacity_now"] > 0.3
+        assert drop["dispatch/redone"] == 0 and drop["rows/dropped"] > 0 and drop["capacity_now"] == 0.3
+        assert drop["rows/dispatched"] + drop["rows/dropped"] == redo["rows/dispatched"]
+        assert drop["rows/backward"] == drop["rows/dispatched"]
+        assert drop["dispatch/buffer_need"] == redo["dispatch/buffer_need"] > 1 >= drop["dispatch/buffer_used"]
+        assert redo["moved"] and drop["moved"] and redo["loss/sft"] != drop["loss/sft"]
+        assert "capacity=0.3" in stop["error"] and not stop["moved"] and stop["updates"] == 0
