@@ -209,9 +209,9 @@ def compare(
             look = {"size": 11, "color": CLASS.get(name, SERIES[5 - series.index(name)] if name else MUTED)}
             fig.add_scatter(x=list(values), y=list(names), mode="markers", name=name, marker=look, **refs)
         note(fig, f"<b>{heading}</b>", left, 1, stand="left bottom", shift=(0, 8))
-        x = {"domain": [left, left + share - gap], "range": [low - pad, high + pad]}
-        x["tickvals"] = np.linspace(low, high, 4 if high > low else 1).round(3).tolist()
-        x["ticktext"] = [number(tick) for tick in x["tickvals"]]
+        ticks = np.linspace(low, high, 4 if high > low else 1).round(3).tolist()
+        x = {"domain": [left, left + share - gap], "range": [low - pad, high + pad], "tickvals": ticks}
+        x["ticktext"] = list(map(number, ticks))
         y = {**names_axis(names), "anchor": refs["xaxis"], "showticklabels": not i}
         fig.update_layout({f"xaxis{axes}": x | {"anchor": refs["yaxis"]}, f"yaxis{axes}": y})
     at = 0.0
