@@ -92,6 +92,8 @@ def count_CE(class_R: Tensor, expert_R: Tensor, experts: int) -> Tensor:
 class LocalDispatcher:
     """All experts live in this process: sort the rows, run them. Dropless."""
 
+    explain = "local: all experts live in this process"
+
     def __call__(self, x_PD, expert_PK, gate_PK, gate_up_E2FD, down_EDF, class_P=None, sizes=(), memo=None):
         """See `Dispatcher`."""
         experts = gate_up_E2FD.shape[0]

@@ -180,7 +180,8 @@ def test_a_layout_that_does_not_divide_is_refused():
 
 def test_the_dispatcher_of_a_configuration(monkeypatch):
     """One process: local. Two processes here: shared memory. Several hosts: padded, and the reason is given."""
-    assert isinstance(make_dispatcher(LearnerConfig(), World(), 8), LocalDispatcher)
+    alone = make_dispatcher(LearnerConfig(), World(), 8)
+    assert isinstance(alone, LocalDispatcher) and alone.explain.startswith("local")
     for r in d.results(2):
         assert r["made sync"][0] == "SyncDispatcher" and r["made sync"][1].startswith("sync")
         assert r["made rowwise"] == ("RowwiseDispatcher", "rowwise, shared_memory: CPU ranks on one host")
