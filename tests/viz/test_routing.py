@@ -42,6 +42,9 @@ def test_load_history_of_a_run_by_class_and_with_long_runs_binned(tmp_path) -> N
     fig = routing.load_history(tmp_path / "run", "supervised")
     cells = np.array(fig.data[0].customdata)
     assert cells.shape == (4, routing.BINS) and np.allclose(cells[:, 0], [3, 1, 0, 0])
+    turns = np.zeros((2 * routing.BINS, 1, 4, 2))
+    turns[::2, 0, 0, 0] = turns[1::2, 0, 0, 1] = 1  # one expert after the other: even in every bin of two steps
+    assert np.allclose(routing.load_history(turns).data[0].customdata, 1)
     assert np.allclose(cells[:, -1], [0, 4, 0, 0]) and texts(fig)[::2] == ["<b>layer 1</b>", "<b>layer 3</b>"]
 
 
