@@ -1,7 +1,6 @@
 """What this machine has, and what of moekit will run on it: `moekit doctor`.
 
-It installs and starts nothing, CUDA included: GPUs are read from the driver's own tool.
-"""
+It installs and starts nothing, CUDA included: GPUs are read from the driver's own tool."""
 
 from __future__ import annotations
 
@@ -82,7 +81,6 @@ def report(runs: str | Path = "runs") -> Report:
 
 def size(count: float) -> str:
     """Bytes for people.
-
     >>> size(3 * 2**30), size(512)
     ('3.0 GB', '512 B')
     """

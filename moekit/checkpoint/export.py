@@ -1,8 +1,7 @@
 """Write a model as a Hugging Face folder that Transformers, and engines that read its files, load with equal logits.
 
 What the chosen family cannot hold is refused by name before anything is written. The folder appears under its name
-when it is complete: it is written beside it, synced and renamed.
-"""
+when it is complete: it is written beside it, synced and renamed."""
 
 from __future__ import annotations
 

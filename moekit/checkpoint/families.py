@@ -4,8 +4,7 @@ A family is what Transformers calls a model type. Each leaves some things out of
 them (Mixtral always normalises its gates) or because its configuration class has a default. A file is read as that
 class would read it: the file first, then the default of that very family, never a guess that serves all.
 
-Nothing is dropped in silence: a feature that moekit's model does not have is refused by name and with its value.
-"""
+Nothing is dropped in silence: a feature that moekit's model does not have is refused by name and with its value."""
 
 from __future__ import annotations
 

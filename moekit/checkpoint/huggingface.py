@@ -2,8 +2,7 @@
 
 Names and shapes are compared first, for the whole folder, and everything that is wrong is named in one error. Then
 each tensor is copied, slice by slice out of the mapped file, into its run of a parameter (`names.Piece`): a rank's
-memory holds its parameters and nothing else worth counting.
-"""
+memory holds its parameters and nothing else worth counting."""
 
 from __future__ import annotations
 
@@ -96,7 +95,6 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
     A part of a model (`Transformer.part`) reads the slices that it holds and nothing else.
 
     Either naming of experts is read (one tensor per expert, or all experts fused), in each layer by itself.
-
     Args:
         model: a `Transformer` (anything with `config` and its parameter names); values are cast to its dtype.
         path: the folder. Its config.json says the family; whether the model has the right shape is decided by the

@@ -8,8 +8,7 @@ of pieces (Hugging Face name, shape, our parameter, start of the run) and nothin
     layers.i.moe.gate_up [E, 2F, D]           per expert: gate_proj, up_proj (Mixtral: w1, w3); fused: gate_up_proj
     layers.i.moe.down [E, D, F]               per expert: down_proj (Mixtral: w2);              fused: down_proj
 
-Axes: V vocabulary, D model width, E experts, F expert width.
-"""
+Axes: V vocabulary, D model width, E experts, F expert width."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The ids are always those of the whole conversation rendered at once, for that is what a model sees when it is used. The
 mask marks the assistant's turns with their end-of-turn token: from the template's `{% generation %}` spans where it
 has them, else proved by `moekit.data.spans`. A conversation whose mask cannot be proved, or would be empty, is an
-error and never a silent nothing.
-"""
+error and never a silent nothing."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Axis letters: N tokens of many instances laid end to end, I instances.
 
 Such sequences (a loop of dashes, a stuck generation) carry a large gradient and teach nothing. The filter removes the
 whole instance from the loss; its tokens stay in the row and are still routed, which is why it belongs to the
-accounting (`kept_plus_filtered` in `moekit.objectives.denominator`).
-"""
+accounting (`kept_plus_filtered` in `moekit.objectives.denominator`)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ def is_periodic(ids: np.ndarray | list[int], max_period: int = 13, min_repeats: 
         max_period: longest pattern looked for, in tokens, at least 1.
         min_repeats: whole repeats needed, at least 2; a last partial repeat does not count.
     Cost: O(n * max_period), vectorised.
-
     >>> is_periodic([7] * 32), is_periodic([7] * 31), is_periodic([1, 2, 3] * 32), is_periodic(list(range(999)))
     (True, False, True, False)
     """
@@ -33,7 +31,6 @@ def find_periodic(ids_N: np.ndarray, offset_I: np.ndarray, max_period: int = 13,
     """`is_periodic` for many instances laid end to end.
 
     A pattern of p tokens repeats m times where ids[i] = ids[i + p] holds for (m - 1) p neighbouring i.
-
     Args: `ids_N`: [N] integers. `offset_I`: [I + 1] ascending, instance i is `ids_N[offset_I[i]:offset_I[i + 1]]`.
     Returns: [I] bool.
     Cost: `max_period` passes over N tokens."""

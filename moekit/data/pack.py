@@ -5,8 +5,7 @@ rows laid end to end, T positions in a row.
 
 A piece is a document's tokens, or a part of them where it was cut; every piece is a document of its own in its row.
 A label is the next token of the same piece, so a piece of n tokens has at most n - 1 labels: where a document is split,
-the next part's first token is no target. `report.counts["targets_lost"]` counts those and what a truncation cut off.
-"""
+the next part's first token is no target. `report.counts["targets_lost"]` counts those and what a truncation cut off."""
 
 from __future__ import annotations
 
@@ -104,13 +103,11 @@ def build_rows(
     rows hold `documents_per_row` neighbours, each of at most `length // documents_per_row` tokens, cut into
     `chunks_per_document` chunks that take turns. An instance of the filter is a document, but the row where rows are
     packed; removed ones stay in their rows without labels.
-
     Args:
         documents: at least one.
         pad_id: the id at padding positions; never a label and never attended to.
         report: counts and events are added to it (`Rows.report`).
     Raises DataError: there are no documents, or none has anything left to predict.
-
     >>> documents = [Document([5, 6, 2], [True] * 3), Document([7, 8, 2], [False, True, True])]
     >>> build_rows(documents, DataConfig(length=8)).batch().labels.tolist()
     [[6, 2, -100, 8, 2, -100, -100, -100]]
@@ -223,7 +220,6 @@ def best_fit_decreasing(size_P: np.ndarray, capacity: int) -> np.ndarray:
     Cost: P steps; each looks up the tightest room in one integer of `capacity` bits (bit c set: some row has exactly c
         free positions), which is fast enough that no search tree is needed.
     References: Johnson et al. 1974 (best-fit decreasing); Ding et al. 2024, arXiv:2404.10830 (packing documents so).
-
     >>> best_fit_decreasing(np.array([2, 5, 3, 4]), 7).tolist()
     [0, 0, 1, 1]
     """
@@ -253,10 +249,8 @@ def interleave(sizes: np.ndarray, chunks: int) -> np.ndarray:
 
     Every document is cut into `chunks` chunks that differ by at most one token (a document with fewer tokens has
     fewer chunks); the row is all first chunks, then all second chunks, and so on.
-
     Args: `sizes`: tokens of each document.
     Returns: [sum(sizes)] int64; entry i is the place of token i, counted document after document.
-
     >>> interleave(np.array([4, 3]), 2).tolist()
     [0, 1, 4, 5, 2, 3, 6]
     """

@@ -1,8 +1,7 @@
 """Examples from where they are kept: chat or prompt/completion JSONL, Parquet, `datasets` folders and objects.
 
 Every example becomes an `Example`: a list of messages, and where it came from, so that every later message about it
-can say which line it was. What cannot be used raises one `DataError` that names file, line and remedy.
-"""
+can say which line it was. What cannot be used raises one `DataError` that names file, line and remedy."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ def load_examples(source: Any, *, reject: Callable[[str, int, str], None] | None
         reject: what to do with an example that cannot be used: called with (source, index, why), the example is left
             out. None = raise. Broken files always raise.
     Raises DataError: no such file, broken JSON (which line), nothing in it, or an example without usable messages.
-
     >>> load_examples([{"prompt": "2 + 2 =", "completion": "4"}])[0].messages
     [{'role': 'user', 'content': '2 + 2 ='}, {'role': 'assistant', 'content': '4'}]
     """

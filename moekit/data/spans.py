@@ -13,8 +13,7 @@ template treats a turn by its place: reasoning kept in the last turn only, a beg
    with generation prompt, and the rendering that ends with the turn must both be prefixes of the full rendering; the
    span lies between. There must be a generation prompt.
 
-Where neither can be proved, `Unproved` says why.
-"""
+Where neither can be proved, `Unproved` says why."""
 
 from __future__ import annotations
 

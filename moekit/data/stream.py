@@ -2,8 +2,7 @@
 
 The order of an epoch depends on seed and epoch alone, never on the number of ranks, so a run can be resumed on
 another number of ranks and sees what it would have seen. Every row comes exactly once an epoch: a last step that is
-short of rows is a smaller step, nothing is repeated and nothing is left out.
-"""
+short of rows is a smaller step, nothing is repeated and nothing is left out."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ class RowStream:
         batch_rows: rows of one optimizer step over all ranks; an epoch's last step may have fewer.
         seed: of the order.
         shuffle: False = rows in their own order, every epoch.
-
     >>> from moekit.config import DataConfig
     >>> from moekit.data.chat import Document
     >>> from moekit.data.pack import build_rows
@@ -97,7 +95,6 @@ class RowStream:
 
 def share(chosen: np.ndarray, rank: int, world: int, microbatch_rows: int | None = None) -> list[np.ndarray]:
     """One rank's part of a step's rows, in microbatches; the same number of microbatches on every rank.
-
     >>> [[part.tolist() for part in share(np.arange(5), rank, 2, 2)] for rank in range(2)]
     [[[0, 1], [2]], [[3, 4], []]]
     """

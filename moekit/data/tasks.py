@@ -1,8 +1,7 @@
 """Reasoning-gym tasks as chats: a question, its answer, and the task's own scorer.
 
 Training and held-out questions are told apart by a hash of the question's text, so that they are disjoint whatever
-the sizes and seeds, also where a task has few different questions. reasoning-gym comes with the `rl` extra.
-"""
+the sizes and seeds, also where a task has few different questions. reasoning-gym comes with the `rl` extra."""
 
 from __future__ import annotations
 
@@ -33,7 +32,6 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def our_chats() -> list[dict[str, Any]]:
     """The conversations of our own chat file, on mixtures of experts and on everyday facts, for `build`.
-
     >>> our_chats()[0]["messages"][0]
     {'role': 'user', 'content': 'What is a mixture-of-experts layer?'}
     """

@@ -20,7 +20,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path, *
 
     Every byte has a token, so any text can be encoded and decoded again. Digits stay single tokens: a small model
     that computes must see them one by one.
-
     Args:
         texts: what to learn the merges from.
         vocab_size: at least 262 (256 bytes and 6 special tokens); fewer come out if the texts have no more merges.

@@ -2,8 +2,7 @@
 
 Section 22.4 of the source asks a comparison to state base checkpoint, learner configuration, batch construction and
 token accounting. The card adds denominators, versions, hardware, allocator and threads, source state, time and final
-losses. It is written when a run starts, and again, with the results, when it ends.
-"""
+losses. It is written when a run starts, and again, with the results, when it ends."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ def _now() -> str:
 @dataclass(frozen=True)
 class RunCard:
     """One run's card. Fields are plain dictionaries of JSON values, so that a new fact needs no new version.
-
     >>> card = RunCard("demo", base={"preset": "tiny", "seed": 0}, objective={"name": "sft"}, environment={})
     >>> RunCard.from_dict(json.loads(card.to_json())) == card
     True
@@ -129,7 +127,6 @@ def hash_folder(path: str | Path) -> str:
 
     Files are hashed one by one, in threads, and their names and digests in the order of names. The same weights cut
     into other shards have another hash. Cost: reads the folder once.
-
     Raises CheckpointError: no such folder, or no safetensors file in it."""
     folder = Path(path)
     if not folder.is_dir():

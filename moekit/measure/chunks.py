@@ -3,8 +3,7 @@
 A chunk holds up to `CHUNK_STEPS` steps. Under each array's name stand its values of those steps stacked, [n, ...], and
 under `steps:<name>` the step numbers, [n]. A chunk is always written whole, under a temporary name, then renamed; the
 current one is written again from time to time, so that a crash costs the steps since the last flush and no more.
-Integer arrays are stored as int32 where they fit, and come back as int64.
-"""
+Integer arrays are stored as int32 where they fit, and come back as int64."""
 
 from __future__ import annotations
 

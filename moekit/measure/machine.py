@@ -25,12 +25,11 @@ def environment() -> dict[str, Any]:
     import torch
 
     installed = {d.name: d.version for p in PACKAGES for d in Distribution.discover(name=p)}
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     hardware: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": processor(),
         "logical processors": os.cpu_count(),
-        "usable by this process": affinity,
+        "usable by this process": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory bytes": psutil.virtual_memory().total,
     }
     if torch.cuda.is_initialized():
@@ -38,17 +37,16 @@ def environment() -> dict[str, Any]:
             {"name": p.name, "memory bytes": p.total_memory, "compute capability": f"{p.major}.{p.minor}"}
             for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         ]
+    settings = {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    source = {"working folder": _git(Path.cwd()), "moekit": _git(Path(__file__).parent)}
     return {
-        "versions": {"python": platform.python_version(), **installed,
-                     "cuda of torch": torch.version.cuda or "none"},
+        "versions": {"python": platform.python_version(), **installed, "cuda of torch": torch.version.cuda or "none"},
         "hardware": hardware,
         "threads": {"torch": torch.get_num_threads(), "torch between operations": torch.get_num_interop_threads()},
         "settings": {"deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-                     "float32 matmul precision": torch.get_float32_matmul_precision(),
-                     **{name: os.environ[name] for name in SWITCHES if name in os.environ}},
-        "allocator": "as the system gives it" if not any(s in os.environ for s in SWITCHES[:6]) else "see settings",
-        "source": {k: v for k, v in {"working folder": _git(Path.cwd()),
-                                     "moekit": _git(Path(__file__).parent)}.items() if v},
+                     "float32 matmul precision": torch.get_float32_matmul_precision(), **settings},
+        "allocator": "see settings" if settings.keys() & set(SWITCHES[:6]) else "as the system gives it",
+        "source": {name: state for name, state in source.items() if state},
         "command": " ".join(sys.argv)[:500],
     }  # fmt: skip
 

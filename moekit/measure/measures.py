@@ -1,7 +1,6 @@
 """What one (component, pass) did: the int64 counts behind `moekit.measure.tokens.RowCounter`, in one flat buffer.
 
-Axis letters: L layers that route, C classes of positions (`moekit.data.batch.CLASSES`), E experts.
-"""
+Axis letters: L layers that route, C classes of positions (`moekit.data.batch.CLASSES`), E experts."""
 
 from __future__ import annotations
 
@@ -69,7 +68,6 @@ def attention_pairs(flat: Flat) -> int:
     """(query, key) pairs of causal attention: L(L+1)/2 for each document, plus length x prefix for each child.
 
     A padding position's attention to itself is not counted.
-
     >>> import torch; from moekit.data.batch import Batch
     >>> attention_pairs(Batch.make(torch.zeros(1, 5), segment=torch.tensor([[0, 0, 0, 1, -1]])).flat)
     7

@@ -9,8 +9,7 @@ A run folder holds, among what the launcher puts there:
 
 `step` counts the rounds of the run's loop from its start, skipped ones included; `step/index` is the learner's count.
 JSON has no NaN and no infinity: such a value is `null` in its place and spelled out beside,
-{"step": 7, "grad/norm": null, "nonfinite": {"grad/norm": "inf"}}, so that any strict parser reads the file.
-"""
+{"step": 7, "grad/norm": null, "nonfinite": {"grad/norm": "inf"}}, so that any strict parser reads the file."""
 
 from __future__ import annotations
 
@@ -52,7 +51,6 @@ def open_run(path: str | Path) -> Run:
 
 def encode(step: int, metrics: Mapping[str, Any]) -> bytes:
     """One record as a line of JSON.
-
     >>> encode(3, {"loss/total": 0.5, "grad/norm": float("inf")})
     b'{"step":3,"loss/total":0.5,"grad/norm":null,"nonfinite":{"grad/norm":"inf"}}\\n'
     """
@@ -76,7 +74,6 @@ def encode(step: int, metrics: Mapping[str, Any]) -> bytes:
 
 def decode(line: bytes | str) -> dict[str, Any]:
     """The record of one line, non-finite values restored. Raises ValueError for a broken line.
-
     >>> decode(encode(3, {"grad/norm": float("nan")}))
     {'step': 3, 'grad/norm': nan}
     """
@@ -122,9 +119,7 @@ class RunWriter:
     Raises:
         RunExistsError: a new run, in a folder that holds records already. Nothing is touched.
         StorageError: the folder cannot be written, or the disk is full. A record is written whole or not at all.
-
     Cost: one write call for each record; rewriting the current chunk of arrays takes at most 5 % of the run's time.
-
     >>> with RunWriter(folder) as writer:                                # doctest: +SKIP
     ...     for step in range(100):
     ...         metrics = learner.step(batches)

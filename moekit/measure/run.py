@@ -68,7 +68,6 @@ class Run:
             by: any of step, component, pass, layer, class, expert.
             component, pass_name, steps: only these; without "pass" in `by`, say, passes are summed.
         Raises ConfigError: an unknown axis.
-
         >>> run.rows(by=("step", "class"), pass_name="forward")          # doctest: +SKIP
         """
         unknown = [axis for axis in by if axis not in AXES]

@@ -6,8 +6,7 @@ exported. Held-out questions, none of which was trained on, are answered before 
 Transformers, which must give the same logits.
 
 The run folder ends up with data/, tokenizer/, initial/ and what every run has: metrics.jsonl, arrays/, checkpoints/,
-export/, card.json and card.html, results/, and the report.
-"""
+export/, card.json and card.html, results/, and the report."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Prompts of different lengths share one batch and get the answers that they would get alone: positions count from each
 prompt's own start, padding is seen by nobody, and every prompt has its own random numbers.
 
-Axis letters: B prompts of a batch, V vocabulary.
-"""
+Axis letters: B prompts of a batch, V vocabulary."""
 
 from __future__ import annotations
 
@@ -87,7 +86,6 @@ def sample(
         batch: prompts decoded together.
         told: called as `told(done, total)` as prompts are finished.
     Raises ConfigError: an empty prompt, one that leaves no room for its answer, or a negative temperature.
-
     Cost: one pass over each prompt, then one over a token a step; rows that have stopped are dropped from the batch
     when half of it has."""
     if temperature < 0 or max_new_tokens < 1:
@@ -159,7 +157,6 @@ def generate(
         system: a system message to begin with.
         how: `max_new_tokens`, `temperature`, `seed`, `stop_ids`, `batch`, `told`: see `sample`. Stop ids default to
             the end-of-turn tokens of tokenizer and model.
-
     >>> generate(model, tokenizer, ["What is 3 + 4?"])              # doctest: +SKIP
     ['7']
     """
@@ -185,7 +182,6 @@ def evaluate(
     The last assistant message of each item is the right answer, what comes before it the prompt. Items of
     `moekit.data.tasks.make_task` are scored by their task's own scorer; others by equality, white space around the
     text aside.
-
     Returns: `score` (mean, 0 to 1), `exact` (share of items with score 1), `items`, `tasks` (the same three for each
         task) and `answers` (question, wanted, answer and score of each item).
     Raises DataError: no items, or one whose last message is not the assistant's."""

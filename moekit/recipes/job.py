@@ -30,7 +30,6 @@ def run_sft(
 
     Input that can be seen to be bad is refused before a process starts; where a rank finds it, the folder that was
     made for this run goes again. Interrupting stops the job.
-
     Args:
         config: with `out=None`; the run folder is `out`.
         out: run folder; None = a new one under runs/.
@@ -109,7 +108,6 @@ def input_error(job: Job, error: JobError) -> MoekitError | None:
 
 def table(values: Mapping[str, Any]) -> str:
     """Names and values in two columns.
-
     >>> print(table({"steps": 1200, "loss": 0.25}))
     steps  1,200
     loss   0.25

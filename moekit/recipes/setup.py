@@ -2,8 +2,7 @@
 
 The order matters. First everything that costs nothing (paths, shapes, lengths, room on the disk), then the data, then
 the weights, and only then is anything written. Nothing of an earlier run is removed before the new one is known to
-start.
-"""
+start."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     train(SFTConfig(model="path/to/olmoe", data="chats.jsonl"))                            this process, one rank
 
 Everything is checked before anything is written (`moekit.recipes.setup`). A run that was stopped goes on with
-`resume=True`, bitwise as if it had never stopped.
-"""
+`resume=True`, bitwise as if it had never stopped."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, column
         smooth: steps of a centred mean drawn over the raw line; 1 = the raw line only.
         columns: panels side by side; None = up to three.
     Raises DataError: a metric that was not recorded; names those that are close.
-
     >>> fig = curves({"step/index": [1, 2, 3], "loss/sft": [2.5, 1.25, 0.5]}, "loss/sft")
     >>> [list(t.y) for t in fig.data]
     [[2.5, 1.25, 0.5]]
@@ -107,7 +106,6 @@ def _head(fig: Figure, metrics: Sequence[str], found: dict[str, np.ndarray], lef
 
 def thin(values: np.ndarray, most: int = POINTS) -> np.ndarray:
     """Indices that keep a line's look: the extremes of each of most/2 pieces, the first and the last.
-
     >>> thin(np.array([0.0, 9.0, 1.0, 2.0, -5.0, 3.0]), most=4).tolist()
     [0, 1, 4, 5]
     """

@@ -1,8 +1,7 @@
 """Loss denominators side by side: how long the gradient is, and where it points, under each convention.
 
 A reading is what `moekit.learner.lab` measures for one convention: the loss it would report, the norm of its gradient
-over the exact one's, and the cosine between the two. Exact means the global token mean of the same step.
-"""
+over the exact one's, and the cosine between the two. Exact means the global token mean of the same step."""
 
 from __future__ import annotations
 
@@ -43,17 +42,13 @@ def side_by_side(
     low = max(low, 0.0)  # a norm is never negative
     grey = lambda same: RULE if same else SERIES[1]  # as the exact gradient
     norms = [v - 1 if finite(v) else None for v in ratios]
-    fig.add_bar(
-        y=modes, x=norms, base=1, orientation="h", width=0.52, name="norm ratio − 1", xaxis="x", yaxis="y",
-        marker={"color": [grey(abs(v - 1) < SAME) for v in ratios]}, hoverinfo="skip",
-    )  # fmt: skip
+    fig.add_bar(y=modes, x=norms, base=1, orientation="h", width=0.52, name="norm ratio − 1", hoverinfo="skip",
+                xaxis="x", yaxis="y", marker={"color": [grey(abs(v - 1) < SAME) for v in ratios]})  # fmt: skip
     floor = 10.0 ** (math.floor(math.log10(min([v for v in turned if v > FLOOR] + [1e-2]))) - 1)
     drawn = [max(v, floor) if finite(v) else None for v in turned]
     colours = [grey(v < SAME) for v in turned]
-    fig.add_scatter(
-        x=drawn, y=modes, mode="markers", marker={"size": 11, "color": colours}, name="1 − cosine", cliponaxis=False,
-        xaxis="x2", yaxis="y2", hoverinfo="skip",
-    )  # fmt: skip
+    fig.add_scatter(x=drawn, y=modes, mode="markers", marker={"size": 11, "color": colours}, name="1 − cosine",
+                    cliponaxis=False, xaxis="x2", yaxis="y2", hoverinfo="skip")  # fmt: skip
     for mode, ratio, turn, spot, colour in zip(modes, ratios, turned, drawn, colours):
         say = partial(note, fig, y=mode, size=SIZE["tick"])
         left = finite(ratio) and ratio < 1 and (ratio - low) / (high - low) >= 0.25  # else there is no room for it
@@ -73,15 +68,11 @@ def side_by_side(
     first = min(round(math.log10(floor)) + 1, -1)
     powers = range(0, first - 1, -math.ceil(-first / 3))
     words = ["10" + str(e).translate(POWER) if e else "1" for e in powers]
-    ticks = {"tickvals": [10.0**e for e in powers], "ticktext": words}
-    log = {"domain": [0.47, 0.86], "type": "log", "range": [math.log10(floor), 1.6], "anchor": "y2", **ticks}
-    fig.update_layout(
-        xaxis={"domain": [0, 0.4], "range": [low, high], "showline": False, "showgrid": True, "nticks": 4},
-        yaxis=names_axis(modes),
-        xaxis2={**log, "showgrid": True, "showline": False},
-        yaxis2={**names_axis(modes), "anchor": "x2", "showticklabels": False},
-    )
-    return fig
+    log = {"domain": [0.47, 0.86], "type": "log", "range": [math.log10(floor), 1.6], "anchor": "y2",
+           "tickvals": [10.0**e for e in powers], "ticktext": words}  # fmt: skip
+    linear, grid = {"domain": [0, 0.4], "range": [low, high], "nticks": 4}, {"showline": False, "showgrid": True}
+    second = {**names_axis(modes), "anchor": "x2", "showticklabels": False}
+    return fig.update_layout(xaxis=linear | grid, yaxis=names_axis(modes), xaxis2=log | grid, yaxis2=second)
 
 
 def _norm_range(ratios: Iterable[float]) -> tuple[float, float]:

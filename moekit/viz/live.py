@@ -2,8 +2,7 @@
 
 A background thread reads what is new in `metrics.jsonl` and redraws, at most ten times a second. While the run goes on
 the output is a widget; when it ends, the figure with its static twin, so that a saved notebook shows the result.
-Without the widget packages it is a static picture that is replaced now and then; it says so.
-"""
+Without the widget packages it is a static picture that is replaced now and then; it says so."""
 
 from __future__ import annotations
 
@@ -65,10 +64,7 @@ class Live:
                 self.note += f'ipywidgets ({error}); install them with pip install "moekit[notebooks]"'
         self._over = self._look()
         self._thread = threading.Thread(target=self._follow, name=f"live {folder.name}", daemon=True)
-        if self._over:
-            self._stop.set()
-        else:
-            self._thread.start()
+        (self._stop.set if self._over else self._thread.start)()
 
     @property
     def done(self) -> bool:

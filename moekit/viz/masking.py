@@ -1,8 +1,7 @@
 """What masking costs: routed work split by the class of the position it was done for.
 
 Supervised rows are the work that was asked for; context, filtered and padding rows are what it took. Everything is
-given per supervised token, so that rows of different kinds and elisions can be laid side by side.
-"""
+given per supervised token, so that rows of different kinds and elisions can be laid side by side."""
 
 from __future__ import annotations
 
@@ -36,10 +35,9 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
     cut = np.arange(0, len(step), size)
     mean = {name: np.add.reduceat(v, cut) / np.diff(np.append(cut, len(step))) for name, v in rows.items()}
     total = {name: float(v.sum()) for name, v in rows.items() if v.any()}
-    subtitle = "Expert rows of the forward pass, all layers"
-    subtitle += f"; each bar is the mean of {size} steps" if size > 1 else ""
-    many = len(cut) > 60
-    fig = figure(title, subtitle, barmode="stack", bargap=0.0 if many else 0.12, margin={"r": 158})
+    how, many = f"; each bar is the mean of {size} steps" if size > 1 else "", len(cut) > 60
+    fig = figure(title, f"Expert rows of the forward pass, all layers{how}", barmode="stack", margin={"r": 158},
+                 bargap=0.0 if many else 0.12)  # fmt: skip
     top = 1.04 * (float(sum(mean.values()).max()) or 1.0)
     labels, level = [], 0.0
     for name, rows_of_class in total.items():
@@ -60,7 +58,6 @@ def per_supervised(source: Any) -> dict[str, float]:
     Args: `source`: a Run, a run folder, a DataFrame or a dictionary of columns (one number each will do).
     Returns: rows/<class>, rows, and where recorded seconds (of steps) and bytes (of saved activations).
     Raises DataError: no row counts, or no supervised token.
-
     >>> per_supervised({"rows/supervised": [8, 8], "rows/context": [24, 8], "tokens/supervised": [4, 4]})["rows"]
     6.0
     """
@@ -77,8 +74,8 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
     """Rows, saved bytes and seconds per supervised token, one line for each configuration.
     Args: `configurations`: name -> a Run, run folder, table of metrics, or a result of `per_supervised`. Bytes and
         seconds have a panel when at least one recorded them."""
-    given = lambda c: isinstance(c, Mapping) and "rows" in c
-    costs = {name: dict(c) if given(c) else per_supervised(c) for name, c in configurations.items()}
+    given = lambda c: dict(c) if isinstance(c, Mapping) and "rows" in c else per_supervised(c)
+    costs = {name: given(c) for name, c in configurations.items()}
     if not costs:
         raise DataError("no configuration to compare; give at least one name and run")
     panels = [p for p in PANELS if any(p[0] in c for c in costs.values())]
@@ -90,8 +87,7 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
     left = 0.0
     for index, (key, words, factor) in enumerate(panels):
         suffix = str(index + 1) if index else ""
-        axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
-        right = left + unit_width * (1 if index else 1.5)
+        axes, right = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}, left + unit_width * (1 if index else 1.5)
         classes = {f"rows/{name}": (name, CLASS[name]) for name in CLASSES}
         layers = classes if key == "rows" else {key: (words, SERIES[5])}
         for layer, (label, colour) in layers.items():
@@ -162,8 +158,7 @@ def two_rates(
 
 def _rates(key: tuple[str, str], source: Any) -> tuple[float, float]:
     found = columns(source)
-    missing = [name for name in (ROUTED, USEFUL) if name not in found]
-    if missing:
+    if missing := [name for name in (ROUTED, USEFUL) if name not in found]:
         raise DataError(f"{' · '.join(key)} has no metric {' and no '.join(missing)}")
     routed, useful = float(np.nanmedian(found[ROUTED])), float(np.nanmedian(found[USEFUL]))
     if not (routed > 0 and useful > 0):
@@ -173,7 +168,6 @@ def _rates(key: tuple[str, str], source: Any) -> tuple[float, float]:
 
 def _slopes(ratios: list[float]) -> list[float]:
     """Round numbers around the rows per supervised token that occur, at most six.
-
     >>> _slopes([16.2, 83.0])
     [10.0, 20.0, 50.0, 100.0]
     """

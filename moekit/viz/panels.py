@@ -1,8 +1,7 @@
 """Log panels: text from threads or ranks, each line in the panel that owns it and nowhere else.
 
 A notebook sends what is printed to the cell that runs, whichever thread printed it. A panel captures nothing: it is
-written to (`print(..., file=panel)`) and shows its own lines in its own output.
-"""
+written to (`print(..., file=panel)`) and shows its own lines in its own output."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ LINES = 1000  # kept; older ones are dropped and counted
 class LogPanel:
     """Lines under a title, safe to write to from several threads. Shows itself as the last value of a cell.
     Args: `title`: said above the lines. `height`: lines visible at once. `keep`: lines that are kept.
-
     >>> panel = LogPanel("rank 0")
     >>> print("loss", 1.5, file=panel)
     >>> panel.lines

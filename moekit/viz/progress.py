@@ -1,8 +1,7 @@
 """A progress line that stays cheap: few messages, whatever the number of updates, and the last one always arrives.
 
 In a terminal the line is rewritten in place, in a notebook one output is updated, in a log file a line is added now
-and then. A browser that gets thousands of messages a second stops answering; ten are enough for the eye.
-"""
+and then. A browser that gets thousands of messages a second stops answering; ten are enough for the eye."""
 
 from __future__ import annotations
 
@@ -45,13 +44,11 @@ class Progress:
     """How far a loop is: at most 1 + elapsed / interval messages, the last of them exactly the final state.
 
     Use it as a context manager, or call `close` at the end.
-
     Args:
         total: how many units there are; None = unknown. label: what is counted.
         mode: "notebook", "terminal", "log", or "auto". interval: seconds between messages, at least.
         stream: where terminal and log lines go; None = standard output.
         show: takes the text of each message instead of the notebook, the terminal or the stream.
-
     >>> lines = []
     >>> with Progress(3, "steps", show=lines.append) as progress:
     ...     for loss in (2.0, 1.5, 1.25):

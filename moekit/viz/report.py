@@ -1,7 +1,6 @@
 """A run as one page: what came out, what it cost, where the rows went. Nothing outside the file is needed to read it.
 
-Figures are the static twins as SVG, with their numbers in a table under each; no script, no font, no network.
-"""
+Figures are the static twins as SVG, with their numbers in a table under each; no script, no font, no network."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def write_report(
     told = card.get("results", {}).get("scores", {}) if scores is None else scores
     if readings is None and (run.folder / READINGS).exists():
         readings = json.loads((run.folder / READINGS).read_text())
-    sums, found = token_accounting(run.metrics), losses(run.metrics)
-    sections, missing = [], []
+    sums, found, sections, missing = token_accounting(run.metrics), losses(run.metrics), [], []
     for title, make in (
         ("Loss", lambda: _loss(run, found)),
         ("Routed work by class", lambda: _work(run, sums)),
@@ -85,18 +83,14 @@ def write_report(
 def _figure(fig: Figure, interactive: bool, first: bool) -> tuple[str, str, Markup, Markup]:
     """Title, how to read it, the figure without its title (which the page says) and the room for it, its numbers."""
     title, how = theme.heading(fig)
-    numbers, words = tables.to_html(fig), " ".join(tables.text(fig, 4).split())
+    numbers, words = Markup(tables.to_html(fig)), " ".join(tables.text(fig, 4).split())
     above = any(n.yref == "paper" and n.yanchor == "bottom" and n.y > 0.99 for n in fig.layout.annotations)
     room = fig.layout.margin.t - (44 if above else 14)
-    fig.layout.title = None
-    fig.layout.margin.t -= room
-    fig.layout.height -= room
+    fig.update_layout(title=None, margin_t=fig.layout.margin.t - room, height=fig.layout.height - room)
     if interactive:  # the script goes in once
-        drawn = Markup(fig.to_html(full_html=False, include_plotlyjs=first))
-    else:
-        data = base64.b64encode(static.render(fig, "svg")).decode()
-        drawn = Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(words, data)
-    return title, how, drawn, Markup(numbers)
+        return title, how, Markup(fig.to_html(full_html=False, include_plotlyjs=first)), numbers
+    data = base64.b64encode(static.render(fig, "svg")).decode()
+    return title, how, Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(words, data), numbers
 
 
 def _loss(run: Any, found: dict[str, Any]) -> tuple[Any, ...]:

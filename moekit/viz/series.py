@@ -3,8 +3,7 @@
 Axis letters: L layers that route, E experts, C classes.
 
 A run (`moekit.open_run`), the path of a run folder, a DataFrame, a dictionary of columns, or a list of step
-dictionaries: each plot takes any of them, so that a plot needs no run and a run no plot.
-"""
+dictionaries: each plot takes any of them, so that a plot needs no run and a run no plot."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ def columns(source: Any) -> dict[str, np.ndarray]:
     """Every metric of a run as a float array over steps; missing values are NaN.
     Args: `source`: a Run, a run folder, a DataFrame, a mapping of columns, or a sequence of step dictionaries.
     Raises DataError: nothing in `source` looks like metrics.
-
     >>> columns([{"loss/sft": 2.0}, {"loss/sft": 1.5, "lr": 0.1}])["lr"].tolist()
     [nan, 0.1]
     """

@@ -3,8 +3,7 @@
 The classes are those that every counter of the kit uses, by the position that predicts: position t predicts token
 t + 1 of its document, so the last token of a prompt is supervised and the last token of a document is not.
 
-Axis letters: B rows, T positions in a row.
-"""
+Axis letters: B rows, T positions in a row."""
 
 from __future__ import annotations
 
@@ -87,7 +86,6 @@ def show(
         max_positions: positions drawn of each row.
     Returns: Shown, which displays itself; `counts` holds the positions of each class.
     Raises DataError: no such row, or something that is no batch.
-
     >>> import torch
     >>> batch = Batch.make(torch.tensor([[5, 6, 7, 2]]), labels=torch.tensor([[-100, 7, 2, -100]]))
     >>> show(batch).counts
@@ -96,20 +94,17 @@ def show(
     if not isinstance(batch, Batch):
         raise DataError(f"show() draws a Batch, not a {type(batch).__name__}; make one with Batch.make(...)")
     chosen = list(range(batch.rows)) if rows is None else [int(r) for r in rows]
-    wrong = [r for r in chosen if not 0 <= r < batch.rows]
-    if wrong:
+    if wrong := [r for r in chosen if not 0 <= r < batch.rows]:
         raise DataError(f"row {wrong[0]} is not in the batch, which has rows 0 to {batch.rows - 1}")
-    kinds_BT, segment_BT = batch.classes.numpy()[chosen], batch.segment.numpy()[chosen]
-    ids_BT, labels_BT = batch.input_ids.numpy()[chosen], batch.labels.numpy()[chosen]
-    parent_BT = batch.parent.numpy()[chosen]
+    fields = (batch.classes, batch.segment, batch.input_ids, batch.labels, batch.parent)
+    kinds_BT, segment_BT, ids_BT, labels_BT, parent_BT = (f.numpy()[chosen] for f in fields)
     after_BT = np.array([_next(s) for s in segment_BT], dtype=int).reshape(segment_BT.shape)
     labelled_BT = labels_BT != batch.ignore_index
     following_BT = np.take_along_axis(ids_BT, np.maximum(after_BT, 0), axis=1)
     misplaced_BT = labelled_BT & ((after_BT < 0) | (following_BT != labels_BT))
     counts: dict[str, int] = dict(zip(CLASSES, np.bincount(kinds_BT.reshape(-1), minlength=len(CLASSES)).tolist()))
     documents = sum(len(np.unique(s[s >= 0])) for s in segment_BT)
-    text = _decoder(tokenizer)
-    drawn = {}
+    text, drawn = _decoder(tokenizer), {}
     for i, row in enumerate(chosen[:max_rows]):
         target = np.where(labelled_BT[i], labels_BT[i], -1)
         row_T = (ids_BT[i], target, kinds_BT[i], segment_BT[i], parent_BT[i])
@@ -182,8 +177,8 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
         if not hasattr(tokenizer, "decode"):
             return str(tokenizer(i)).translate(VISIBLE)
         text = tokenizer.decode([i], skip_special_tokens=False)
-        piece = tokenizer.convert_ids_to_tokens(i) if hasattr(tokenizer, "convert_ids_to_tokens") else None
-        if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" "):
+        piece = str(tokenizer.convert_ids_to_tokens(i)) if hasattr(tokenizer, "convert_ids_to_tokens") else ""
+        if piece.startswith("▁") and not text.startswith(" "):
             text = " " + text  # sentencepiece drops the space of a token that stands alone
         return (text or f"⟨{i}⟩").translate(VISIBLE)
 

@@ -3,8 +3,7 @@
 One description, two renderers: the twin reads the figure's traces, axes, lines and annotations, so the picture in a
 saved notebook or a printed report cannot disagree with the interactive one. It draws the trace kinds that the kit
 uses: scatter (lines, markers), bar (grouped, stacked, horizontal) and heatmap. Another kind is refused by name, not
-left out.
-"""
+left out."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 def text(fig: Figure, rows: int = 12) -> str:
     """Title and tables of a figure, at most `rows` lines a table, evenly chosen with the first and the last kept.
-
     >>> import plotly.graph_objects as go
     >>> print(text(go.Figure(go.Scatter(x=[1, 2, 3], y=[2.5, 1.25, 0.5], name="loss"))))
     x  loss

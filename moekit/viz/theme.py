@@ -6,8 +6,7 @@
 * A figure leaves the kernel three times in one message: for plotly, as a picture, and as numbers in plain text, so
   that a saved notebook shows its result where no JavaScript runs.
 
-Importing this module imports neither plotly nor matplotlib.
-"""
+Importing this module imports neither plotly nor matplotlib."""
 
 from __future__ import annotations
 
@@ -126,7 +125,6 @@ def _templates() -> Any:
 
 def tint(colour: str, share: float) -> str:
     """`colour` mixed with white: share 1 is the colour itself, 0 is white.
-
     >>> tint("#000000", 0.2)
     '#CCCCCC'
     """
@@ -136,7 +134,6 @@ def tint(colour: str, share: float) -> str:
 
 def number(value: float | None) -> str:
     """A number as a reader wants it: at most four significant digits, thousands marked, `–` for none.
-
     >>> [number(v) for v in (0.5, 1.23456, 12345.6, 1234567, 3.2e-9, float("nan"))]
     ['0.5', '1.235', '12,346', '1.235M', '3.2e-09', '–']
     """
@@ -151,7 +148,6 @@ def number(value: float | None) -> str:
 
 def spread(at: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Move labels apart so that neighbours are `gap` apart, inside [low, high], as little as needed.
-
     >>> spread([10.0, 11.0, 40.0], gap=6, low=0, high=50)
     [7.5, 13.5, 40.0]
     """
