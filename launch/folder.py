@@ -88,16 +88,13 @@ def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
         return from_ranks(folder, state)
     if not (gone or _supervisor_is_lost(folder, state)):
         return state
-    again = read_json(folder / "state.json")  # it may have written its last word between our two looks
-    if again is not None and again["state"] in ENDED:
+    again = read_json(folder / "state.json") or state  # it may have written its last word between our two looks
+    if again["state"] in ENDED:
         return again
-    pid = state["pids"].get("supervisor")
-    state |= {
-        "state": "failed",
-        "ended": time.time(),
-        "reason": f"lost: the supervisor (process {pid} on {state['host']}) ended without recording how the job went; "
-        "it was killed, could not start, or the machine went down",
-    }
+    who = f"the supervisor (process {state['pids'].get('supervisor')} on {state['host']})"
+    how = "it was killed, could not start, or the machine went down"
+    lost = f"lost: {who} ended without recording how the job went; {how}"
+    state |= {"state": "failed", "ended": time.time(), "reason": lost}
     with suppress(OSError):  # a folder that we may only read: the verdict is ours alone
         write_json(folder / "state.json", state)
     return state

@@ -283,8 +283,7 @@ class Job:
 
     def _repr_html_(self) -> str:
         left = "style='text-align:left'"
-        cells = "".join(
-            f"<tr><th {left}>{key}</th><td {left}>{html.escape(value)}</td></tr>" for key, value in self._facts()
-        )
+        cells = [f"<tr><th {left}>{key}</th><td {left}>{html.escape(value)}</td></tr>" for key, value in self._facts()]
         folder = html.escape(str(self.folder))
-        return f"<table><caption>job <b>{html.escape(self.name)}</b> in <code>{folder}</code></caption>{cells}</table>"
+        caption = f"<caption>job <b>{html.escape(self.name)}</b> in <code>{folder}</code></caption>"
+        return f"<table>{caption}{''.join(cells)}</table>"

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -118,6 +119,13 @@ def watch_parent(parent: int) -> None:
         time.sleep(0.1)
     kill_descendants()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once: freeing torch's modules takes half a second, in which the job would not be done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def signal_name(number: int) -> str:

@@ -182,19 +182,17 @@ def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
                 "open files, locks, generators and connections have to be made inside the function"
             ) from error
     if len(call) > _LARGE_CALL:
-        warnings.warn(
-            f"{function} and its arguments take {len(call) >> 20} MB, which every rank reads and the run folder keeps; "
-            "give the path of large data instead",
-            stacklevel=3,
+        size = (
+            f"{function} and its arguments take {len(call) >> 20} MB, which every rank reads and the run folder keeps"
         )
+        warnings.warn(f"{size}; give the path of large data instead", stacklevel=3)
     path = [os.path.abspath(entry) for entry in sys.path]
     return pickle.dumps({"cwd": os.getcwd(), "sys_path": path, "sources": _typed_sources(), "call": call})
 
 
 def _ranks_can_import(module: ModuleType) -> bool:
     """Whether a fresh interpreter with our sys.path would find this very module under its name."""
-    path: Any = None
-    spec = None
+    path, spec = None, None
     parts = module.__name__.split(".")
     for depth in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:depth]), path)

@@ -43,10 +43,7 @@ def main() -> None:
     folder = Path(sys.argv[2])
     processes.adopt_orphans()
     threading.Thread(target=processes.watch_parent, args=(int(sys.argv[3]),), daemon=True).start()
-    code = _launch(folder, read_json(folder / "config.json") or {})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # freeing torch's modules takes half a second, in which the job would not be done
+    processes.leave(_launch(folder, read_json(folder / "config.json") or {}))
 
 
 class _Supervisor:
@@ -158,10 +155,8 @@ def _launch(folder: Path, config: dict[str, Any]) -> int:
         elastic_launch(elastic, command[0])(*command[1:])
         return 0
     except ChildFailedError as error:
-        report["failures"] = {
-            rank: {"exit_code": failure.exitcode, "time": float(failure.timestamp)}
-            for rank, failure in error.failures.items()
-        }
+        died = error.failures.items()
+        report["failures"] = {rank: {"exit_code": one.exitcode, "time": float(one.timestamp)} for rank, one in died}
     except SignalException as error:
         report["error"] = f"the launching process got {error.sigval.name}"
     except Exception as error:  # noqa: BLE001  reported, whatever it is

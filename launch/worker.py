@@ -29,7 +29,7 @@ import cloudpickle
 
 from ..errors import ConfigError
 from .folder import HEARTBEAT_S, read_json, write_json
-from .processes import die_with_parent, host_id, stamp
+from .processes import die_with_parent, host_id, leave, stamp
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,7 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001  whatever ended the call is what the user has to see
         _store_error(folder, rank, error)
         _tell(folder, rank, "failed")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not a normal exit: its handlers could wait for the other ranks, which wait for this one.
-        os._exit(1)
+        leave(1)  # not a normal exit: its handlers could wait for the other ranks, which wait for this one
     _leave()
 
 
@@ -240,6 +237,4 @@ def _leave() -> None:
         dist.destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave(0)
