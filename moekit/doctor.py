@@ -91,16 +91,11 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _required() -> dict[str, str]:
-    """Package -> requirement, of what moekit cannot do without, from the installed metadata."""
-    needs = [r for r in importlib.metadata.requires("moekit") or [] if "extra ==" not in r]
-    return {re.split(r"[^\w.-]", need, maxsplit=1)[0].lower(): need.split(";")[0].strip() for need in needs}
-
-
 def _versions(found: Report) -> list[tuple[str, str]]:
     rows = [("python", f"{platform.python_version()} ({sys.executable})")]
     try:
-        required = _required()
+        needs = [r.split(";")[0].strip() for r in importlib.metadata.requires("moekit") or [] if "extra ==" not in r]
+        required = {re.split(r"[^\w.-]", need, maxsplit=1)[0].lower(): need for need in needs}
         rows.append(("moekit", f"{importlib.metadata.version('moekit')} in {Path(__file__).parent}"))
     except importlib.metadata.PackageNotFoundError:
         required = {name: "" for name in ("torch", "numpy", "transformers", "safetensors", "cloudpickle")}

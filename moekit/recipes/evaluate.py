@@ -65,16 +65,9 @@ class Sampled:
 
 @torch.no_grad()
 def sample(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-    batch: int = 32,
-    told: Told | None = None,
-) -> list[Sampled]:
+    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 128, temperature: float = 0.0,
+    seed: int = 0, stop_ids: Sequence[int] = (), batch: int = 32, told: Told | None = None,
+) -> list[Sampled]:  # fmt: skip
     """Continue token ids, by the most likely token or by sampling.
     Args:
         prompts: at least one token each; lengths may differ.
@@ -143,13 +136,9 @@ def _choose(logits_BV: Tensor, temperature: float, draws: list[torch.Generator])
 
 
 def generate(
-    model: Transformer,
-    tokenizer: Any,
-    prompts: Sequence[str | Sequence[dict[str, Any]]],
-    *,
-    system: str | None = None,
-    **how: Any,
-) -> list[str]:
+    model: Transformer, tokenizer: Any, prompts: Sequence[str | Sequence[dict[str, Any]]], *,
+    system: str | None = None, **how: Any,
+) -> list[str]:  # fmt: skip
     """Answers as text.
     Args:
         model, tokenizer: see `open_model`.

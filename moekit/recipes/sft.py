@@ -86,7 +86,6 @@ def train(config: SFTConfig) -> dict[str, Any]:
                 setup.save(learner, stream, folder, config, step + 1)
     if progress is not None:
         progress.close()
-
     summary: dict[str, Any] = {}
     with together(waits):
         if world.rank == 0:

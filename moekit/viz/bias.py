@@ -17,32 +17,31 @@ from ..errors import DataError
 from .routing import ratio_map
 from .theme import MUTED, SERIES, Figure, end_labels, figure, note
 
+EXACT = "global_tokens"
 REACH = 3  # the colour scale ends at 2^-3 and 2^3 times the exact weight
 PALETTE = (*SERIES, MUTED)
 FLOOR = 1e-7  # a smaller 1 - cosine is drawn here: rounding
 
 
-def weight_map(
-    weights: Mapping[str, Any], labels: Sequence[int], *, exact: str = "global_tokens",
-    title: str = "Who is favoured: weight of a label against the exact one",
-    subtitle: str = "One column a document, ordered by its labels; 1 = as the exact token mean",
-) -> Figure:  # fmt: skip
+def weight_map(weights: Mapping[str, Any], labels: Sequence[int]) -> Figure:
     """Weight of each document's labels under each convention, as a multiple of its weight in the exact mean.
     Args:
-        weights: mode -> [S] weights; must hold `exact`.
+        weights: mode -> [S] weights; must hold `EXACT`.
         labels: [S] labelled positions of each document, the columns' names.
-    Raises DataError: `exact` is missing, or lengths differ."""
+    Raises DataError: `EXACT` is missing, or lengths differ."""
     table = {mode: np.asarray(w, dtype=float) for mode, w in weights.items()}
-    if exact not in table:
-        raise DataError(f"weights have no {exact!r} to compare with; they have {', '.join(table) or 'nothing'}")
+    if EXACT not in table:
+        raise DataError(f"weights have no {EXACT!r} to compare with; they have {', '.join(table) or 'nothing'}")
     for mode, w in table.items():
         if w.shape != (len(labels),):
             raise DataError(f"{mode!r} has weights of shape {w.shape}, there are {len(labels)} documents")
     order = np.argsort(labels, kind="stable")
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.array([np.where(table[exact] > 0, w / table[exact], np.nan)[order] for w in table.values()])
+        ratio = np.array([np.where(table[EXACT] > 0, w / table[EXACT], np.nan)[order] for w in table.values()])
     words = np.where(ratio < 9.95, np.char.mod("%.1f", ratio), np.char.mod("%.0f", ratio))
-    fig = figure(title, subtitle, height=84 + 32 * len(table) + 62, margin={"l": 150, "r": 84}, hovermode="closest")
+    fig = figure("Who is favoured: weight of a label against the exact one",
+                 "One column a document, ordered by its labels; 1 = as the exact token mean",
+                 height=84 + 32 * len(table) + 62, margin={"l": 150, "r": 84}, hovermode="closest")  # fmt: skip
     places = list(range(len(labels)))
     ratio_map(fig, ratio, places, list(table), words if len(labels) <= 24 else None, REACH, bar=1.02,
               hover="%{y}: %{customdata:.3f} times the exact weight<extra></extra>")  # fmt: skip
@@ -52,10 +51,7 @@ def weight_map(
     return fig
 
 
-def across_cuts(
-    readings: Iterable[Any], *, title: str = "The same step, cut differently",
-    subtitle: str = "A convention whose line is not flat trains another model on another machine",
-) -> Figure:  # fmt: skip
+def across_cuts(readings: Iterable[Any]) -> Figure:
     """Gradient norm ratio and 1 - cosine of each convention over cuts into ranks x microbatches.
     Args: `readings`: of several modes and cuts; cuts are drawn in the order of their first reading.
     Raises DataError: no readings."""
@@ -65,7 +61,8 @@ def across_cuts(
     if not table:
         raise DataError("no readings to draw; give those of several cuts")
     cuts = list(dict.fromkeys(cut for by_cut in table.values() for cut in by_cut))
-    fig = figure(title, subtitle, height=560, margin={"r": 176, "t": 108})
+    how = "A convention whose line is not flat trains another model on another machine"
+    fig = figure("The same step, cut differently", how, height=560, margin={"r": 176, "t": 108})
     panels = (
         ("", (0.56, 1.0), "gradient norm over the exact one", lambda r: r.norm_ratio),
         ("2", (0.0, 0.42), "1 − cosine to the exact one", lambda r: max(1 - r.cosine, FLOOR)),
@@ -91,16 +88,14 @@ def across_cuts(
     return fig
 
 
-def filter_bias(
-    readings: Mapping[int, Sequence[Any]], *, title: str = "What the filter removes, the loss loses",
-    subtitle: str = "Points: measured. Lines: U / (U + removed × (T − 1))",
-) -> Figure:  # fmt: skip
+def filter_bias(readings: Mapping[int, Sequence[Any]]) -> Figure:
     """Reported over exact loss against removed instances, for `kept_plus_filtered`; one line for each row length.
     Args: `readings`: T -> readings with more and more removed instances.
     Raises DataError: no readings."""
     if not any(readings.values()):
         raise DataError("no readings to draw; give row length T -> readings with 0, 1, 2, ... removed instances")
-    fig = figure(title, subtitle, height=380, margin={"r": 120})
+    how = "Points: measured. Lines: U / (U + removed × (T − 1))"
+    fig = figure("What the filter removes, the loss loses", how, height=380, margin={"r": 120})
     labels = []
     for colour, (length, series) in zip(cycle(PALETTE), readings.items()):
         x, name = [r.removed for r in series], f"T = {length}"

@@ -23,9 +23,8 @@ HEADS = ((0.0, "gradient norm", "over the exact norm"), (0.47, "1 − cosine", "
 
 
 def side_by_side(
-    readings: Mapping[str, Any] | Iterable[Any], *, title: str = "One batch, every denominator", subtitle: str = "",
-    norm_range: tuple[float, float] | None = None,
-) -> Figure:  # fmt: skip
+    readings: Mapping[str, Any] | Iterable[Any], *, subtitle: str = "", norm_range: tuple[float, float] | None = None
+) -> Figure:
     """Norm ratio, 1 - cosine and reported loss of each convention against the exact gradient.
     Args:
         readings: mode -> reading, or readings with a `mode`; a reading is a dictionary or an object with loss,
@@ -37,7 +36,7 @@ def side_by_side(
     ratios, turned = [r["norm_ratio"] for r in table.values()], [1 - r["cosine"] for r in table.values()]
     how = subtitle or "Gradient of each convention against the exact token mean of the same step"
     size = {"height": 112 + 36 * len(modes) + 56, "margin": {"l": 166, "t": 112, "r": 24}, "hovermode": "closest"}
-    fig = figure(title, how, **size)
+    fig = figure("One batch, every denominator", how, **size)
     low, high = norm_range or _norm_range(ratios)
     low = max(low, 0.0)  # a norm is never negative
     grey = lambda same: RULE if same else SERIES[1]  # as the exact gradient

@@ -24,7 +24,7 @@ USEFUL, ROUTED = "rate/supervised_tokens_s", "rate/routed_rows_s"
 SHADE = (0.35, 1.0)  # tints of a line's first and last point
 
 
-def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
+def routed_work(source: Any) -> Figure:
     """Expert rows of every step, stacked by the class of their position.
     Args: `source`: a Run, a run folder, a DataFrame or a dictionary of columns with `rows/<class>`.
     Raises DataError: no row counts in `source`."""
@@ -36,8 +36,8 @@ def routed_work(source: Any, *, title: str = "Routed work by class") -> Figure:
     mean = {name: np.add.reduceat(v, cut) / np.diff(np.append(cut, len(step))) for name, v in rows.items()}
     total = {name: float(v.sum()) for name, v in rows.items() if v.any()}
     how, many = f"; each bar is the mean of {size} steps" if size > 1 else "", len(cut) > 60
-    fig = figure(title, f"Expert rows of the forward pass, all layers{how}", barmode="stack", margin={"r": 158},
-                 bargap=0.0 if many else 0.12)  # fmt: skip
+    fig = figure("Routed work by class", f"Expert rows of the forward pass, all layers{how}", barmode="stack",
+                 margin={"r": 158}, bargap=0.0 if many else 0.12)  # fmt: skip
     top = 1.04 * (float(sum(mean.values()).max()) or 1.0)
     labels, level = [], 0.0
     for name, rows_of_class in total.items():
@@ -70,7 +70,7 @@ def per_supervised(source: Any) -> dict[str, float]:
     return {**out, "rows": sum(out.values()), **{n: found[m] / tokens for n, m in also.items() if m in found}}
 
 
-def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one supervised token costs") -> Figure:
+def cost_bars(configurations: Mapping[str, Any]) -> Figure:
     """Rows, saved bytes and seconds per supervised token, one line for each configuration.
     Args: `configurations`: name -> a Run, run folder, table of metrics, or a result of `per_supervised`. Bytes and
         seconds have a panel when at least one recorded them."""
@@ -82,7 +82,7 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
     names = list(costs)
     margin = {"l": min(40 + 7 * max(map(len, names)), 260), "t": 112, "r": 40}
     look = {"height": 84 + 34 * len(names) + 92, "barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
-    fig = figure(title, "Per supervised token; shorter is better", margin=margin, **look)
+    fig = figure("What one supervised token costs", "Per supervised token; shorter is better", margin=margin, **look)
     unit_width = (1 - GAP * (len(panels) - 1)) / (len(panels) + 0.5)  # the first panel is half as wide again
     left = 0.0
     for index, (key, words, factor) in enumerate(panels):
@@ -115,9 +115,7 @@ def cost_bars(configurations: Mapping[str, Any], *, title: str = "What one super
     return fig
 
 
-def two_rates(
-    points: Mapping[tuple[str, str], Any], *, title: str = "Routed rows are not supervised tokens", subtitle: str = ""
-) -> Figure:
+def two_rates(points: Mapping[tuple[str, str], Any]) -> Figure:
     """Supervised tokens/s over routed rows/s, one point for each configuration, joined into lines.
     Args:
         points: (line, point) -> a Run, run folder, table or dictionary of metrics; the median over steps is drawn.
@@ -129,8 +127,9 @@ def two_rates(
     names = list(dict.fromkeys(line for line, _ in rates))
     shown = list(dict.fromkeys(point for _, point in rates))
     high_x, high_y = (1.12 * max(r[i] for r in rates.values()) for i in (0, 1))
-    how = subtitle or f"Light to dark: {', '.join(shown)}. Grey: routed rows for one supervised token"
-    fig = figure(title, how, height=440, margin={"r": 176, "l": 84, "t": 96}, hovermode="closest")
+    how = f"Light to dark: {', '.join(shown)}. Grey: routed rows for one supervised token"
+    fig = figure("Routed rows are not supervised tokens", how, height=440, margin={"r": 176, "l": 84, "t": 96},
+                 hovermode="closest")  # fmt: skip
     for slope in _slopes([x / y for x, y in rates.values()]):
         x = min(high_x, slope * high_y)
         line = {"color": theme.GRID, "width": 1}
