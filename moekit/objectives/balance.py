@@ -46,16 +46,19 @@ def scope_count(flats: Sequence[Flat], scope: Scope) -> float:
     return float(sum(int(f.share_N[scope_mask(f, scope)].sum()) for f in flats))
 
 
-def convert_coefficient(value: float, source: str, target: str, top_k: int) -> float:
+def convert_coefficient(value: float, source: str, target: str, top_k: int, layers: int = 1) -> float:
     """The coefficient that gives `target` the gradient that `value` gives `source`; names "moekit" and "hf".
 
-    >>> convert_coefficient(0.01, "hf", "moekit", top_k=8)
-    0.08
+    moekit sums over routing layers, "hf" pools them into one mean: K / layers times the gradient. Exact for one layer;
+    for several where all route alike, because a product of means over layers is not the mean of their products.
+
+    >>> convert_coefficient(0.01, "hf", "moekit", top_k=8), convert_coefficient(0.01, "hf", "moekit", top_k=8, layers=4)
+    (0.08, 0.02)
     """
     for name in (source, target):
         if name not in ("moekit", "hf"):
             raise ConfigError(f"balance-loss convention {name!r} is not 'moekit' or 'hf'")
-    scale = {"moekit": 1.0, "hf": float(top_k)}
+    scale = {"moekit": 1.0, "hf": top_k / layers}
     return value * scale[source] / scale[target]
 
 

@@ -62,6 +62,18 @@ def test_bc_030_conventions_differ_by_top_k():
         convert_coefficient(1.0, "megatron", "hf", 2)
 
 
+def test_conventions_differ_by_the_layers_that_are_pooled():
+    """Three layers that route alike: equal gradients of every layer's logits at converted coefficients."""
+    values = torch.tensor([[3.0, 1, 0, 0], [2, 0, 1, 0], [0, 2, 0, 1]], dtype=torch.float64)
+    leaves = [values.clone().requires_grad_() for _ in range(6)]
+    pooled, apart = [route(z, 2) for z in leaves[:3]], [route(z, 2) for z in leaves[3:]]
+    (0.01 * balance_hf(pooled, one_row(3), "valid")).backward()
+    c = convert_coefficient(0.01, "hf", "moekit", 2, layers=3)
+    (c * sum(loss(r, one_row(3), granularity="microbatch") for r in apart)).backward()
+    for a, b in zip(leaves[:3], leaves[3:]):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("pads", [0, 2, 20])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("granularity", ["sequence", "microbatch"])
