@@ -372,11 +372,14 @@ def test_bc_059_the_call_defines_the_snapshot(tmp_path, monkeypatch, slow):
     tensors = {kind: torch.ones(3) for kind in KINDS}
     entries = {kind: [(Piece.whole("w", (3,)), t)] for kind, t in tensors.items()}
     began = time.monotonic()
-    saving = save_state(tmp_path / "c", entries, {}, world=Ranks(), asynchronous=True)
+    manifest = {"data": {"row": 5}}
+    saving = save_state(tmp_path / "c", entries, manifest, world=Ranks(), asynchronous=True)
     assert not slow or not saving.done
+    manifest["data"]["row"] = 6
     for t in tensors.values():
         t.fill_(2)
     assert saving.wait() == tmp_path / "c" and saving.done and time.monotonic() - began >= slow
+    assert read_manifest(tmp_path / "c")["data"] == {"row": 5}
     read_all(tmp_path / "c", {kind: {"w": torch.ones(3)} for kind in KINDS})
 
 
@@ -461,7 +464,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(tmp_path, monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(write, "write_file", broken)
-        errors = save_in(layout, tmp_path / "c", state(1), "second", overwrite=True)
+        errors = save_in(layout, tmp_path / "c", state(1), "second", overwrite=True, patience=20)
     assert all(isinstance(e, StorageError) and "rank 2: cannot write" in str(e) for e in errors), errors
     assert before == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "c").iterdir()}
     read_all(tmp_path / "c", values)
@@ -470,6 +473,21 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(tmp_path, monkeypatch):
     assert save_in(layout, tmp_path / "c", state(2), "third", overwrite=True) == [tmp_path / "c"] * 4
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     read_all(tmp_path / "c", state(2))
+
+
+def test_a_value_that_does_not_fit_on_one_rank_ends_the_save_on_all(tmp_path):
+    values, layout = state(), Layout(2, 1)
+
+    def work(rank):
+        entries = cut(values, owned(layout, rank))
+        if rank == 1:
+            entries["master"][0] = (entries["master"][0][0], torch.zeros(1))
+        save_state(tmp_path / "c", entries, {}, world=Ranks(rank, 2), token="t", patience=20)
+
+    began = time.monotonic()
+    errors = together(2, work)
+    assert all("rank 1: master of layers.0.gate_up: a contiguous flat tensor" in str(e) for e in errors), errors
+    assert time.monotonic() - began < 10 and not (tmp_path / "c").exists()
 
 
 def test_a_rank_that_never_comes_is_named_in_bounded_time(tmp_path):
