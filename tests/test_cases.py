@@ -19,9 +19,6 @@ CASES: dict[str, str] = json.loads((TESTS / "cases.json").read_text())
 
 # Reasons. The parts of the library that these kinds are about come with the issues named here.
 KIND_WAITS = {
-    "EP": "issue 3",
-    "PP": "issue 3",
-    "checkpoint": "issue 3",
     "kernel": "issue 4",
     "RL-loss": "issue 5",
     "rollout": "issue 5",

@@ -214,6 +214,7 @@ CASES = {
     "2, pp2, one microbatch": case(2, 8, pp=2, zero=0),
     "2, pp2, recompute block": case(2, 1, pp=2, recompute="block", elide="padding+last_layer"),
     "2, pp2 interleaved": case(2, pp=2, pipeline="interleaved", stages_per_rank=2),
+    "2, pp2 zbv": case(2, 1, pp=2, pipeline="zbv", stages_per_rank=2),
     "2, pp2, tied, top 2": case(2, pp=2, model=TIED, recompute="moe"),
     "2, pp2, microbatch balance": case(2, 8, pp=2, **MICROBATCH_BALANCE),
     "2, pp2, float32": case(2, dtype=torch.float32, pp=2),
@@ -233,6 +234,7 @@ CASES = {
         4, 1, pp=2, ep=2, recompute="block", skew=True, **SHM | {"capacity": 1.4}
     ),
     "4, pp2 interleaved, ep2, padded": case(4, 1, pp=2, pipeline="interleaved", stages_per_rank=2, ep=2, **PADDED),
+    "4, pp2 zbv, ep2, tied, top 2": case(4, pp=2, pipeline="zbv", stages_per_rank=2, ep=2, model=TIED, **SHM),
     "4, pp2 ep2, float32": case(4, dtype=torch.float32, pp=2, ep=2),
     "8, dp8": case(8, zero=2),
     "8, ep8, shared memory": case(8, ep=8, **SHM | {"capacity": 8.0}),
