@@ -97,8 +97,7 @@ def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = Fal
     Either naming of experts is read (one tensor per expert, or all experts fused), in each layer by itself.
     Args:
         model: a `Transformer` (anything with `config` and its parameter names); values are cast to its dtype.
-        path: the folder. Its config.json says the family; whether the model has the right shape is decided by the
-            tensors.
+        path: the folder. Its config.json says the family; the tensors decide whether the model has the right shape.
         allow_nonfinite: take NaN and infinity as they are.
     Raises:
         CheckpointError: tensors that are missing, not expected, of another shape or of a dtype that is not a float;
@@ -139,10 +138,8 @@ def check_tokenizer(config: ModelConfig, tokenizer: Any) -> None:
         tokenizer = _tokenizer_of(Path(tokenizer).expanduser())
     ids = tokenizer.get_vocab().values()
     if max(ids, default=-1) >= config.vocab:
-        raise ConfigError(
-            f"the tokenizer has {len(ids)} tokens with ids up to {max(ids)}, the model vocab={config.vocab}: use the "
-            "tokenizer that belongs to this model"
-        )
+        what = f"the tokenizer has {len(ids)} tokens with ids up to {max(ids)}, the model vocab={config.vocab}"
+        raise ConfigError(f"{what}: use the tokenizer that belongs to this model")
 
 
 def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
@@ -226,10 +223,9 @@ def _check_tied(config: ModelConfig, stored: dict[str, Stored]) -> None:
             return f.get_tensor(name)
 
     if not torch.equal(read("lm_head.weight"), read("model.embed_tokens.weight")):
-        raise CheckpointError(
-            f"{stored['lm_head.weight'].file} has an lm_head.weight of its own although tie_word_embeddings is true; "
-            "set it to false in config.json, or remove the tensor"
-        )
+        what = "has an lm_head.weight of its own although tie_word_embeddings is true"
+        how = "set it to false in config.json, or remove the tensor"
+        raise CheckpointError(f"{stored['lm_head.weight'].file} {what}; {how}")
 
 
 def _tokenizer_of(folder: Path) -> Any:

@@ -86,9 +86,8 @@ def render_all(
         report: counts `examples` and lists rejected ones.
         reject: leave out conversations that cannot be used, and report them. False = raise.
         progress: called as `progress(done, total, "rendering")`.
-    Raises:
-        DataError: names the example and the template. The template refuses a conversation or ignores a message, there
-            is no assistant message, or the assistant's turns cannot be found or have no token."""
+    Raises DataError: the template refuses a conversation or ignores a message, there is no assistant message, or the
+        assistant's turns cannot be found or have no token; names the example and the template."""
     tokenizer = load_tokenizer(tokenizer)
     report = Report() if report is None else report
     checked = [e if isinstance(e, Example) else as_example(e, index=i) for i, e in enumerate(examples)]
@@ -147,9 +146,9 @@ class _Renderer:
                 'learn every token with supervise="all"'
             )
         if (unseen := self._ask(example, self.template.missing)) is not None:
+            what = f"messages[{unseen}] of role {example.messages[unseen]['role']!r}"
             raise DataError(
-                f"{example.where}: the {self.name} leaves out messages[{unseen}] of role "
-                f"{example.messages[unseen]['role']!r}; use a role that it knows, or remove the message"
+                f"{example.where}: the {self.name} leaves out {what}; use another role, or remove the message"
             )
 
     def _ask(self, example: Example, question: Callable[[list[Message]], Any]) -> Any:
@@ -192,15 +191,11 @@ class _Renderer:
 
     def _check_stops(self, ids: np.ndarray, mask: np.ndarray) -> None:
         """Warn, once, of a template that marks the text of a turn but not the token that ends it."""
-        ends = np.flatnonzero(mask[:-1] & ~mask[1:])
-        special = self.special[ids]
+        ends, special = np.flatnonzero(mask[:-1] & ~mask[1:]), self.special[ids]
         if not self.warned and (special[ends + 1] & ~special[ends]).any():
             self.warned = True
-            warnings.warn(
-                f"the {self.name} has {{% generation %}} spans without the end-of-turn token, so the model does not "
-                "learn to end its turn; move {% endgeneration %} behind that token",
-                stacklevel=2,
-            )
+            what = f"the {self.name} has {{% generation %}} spans without the end-of-turn token, so the model does not"
+            warnings.warn(f"{what} learn to end its turn; move {{% endgeneration %}} behind that token", stacklevel=2)
 
     def _after_prompt(self, example: Example, mask: np.ndarray) -> np.ndarray:
         """Take the assistant's turns of a given prompt out of the mask."""
@@ -210,18 +205,14 @@ class _Renderer:
         starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
         turns = sum(m["role"] == "assistant" for m in example.messages)
         if len(starts) != turns:
-            raise DataError(
-                f"{example.where}: the {self.name} marks {len(starts)} spans for {turns} assistant messages, so the "
-                "turns of the prompt cannot be told from those of the completion"
-            )
+            marks = f"the {self.name} marks {len(starts)} spans for {turns} assistant messages"
+            raise DataError(f"{example.where}: {marks}, so the prompt's turns cannot be told from the completion's")
         return mask & (np.arange(len(mask)) >= starts[given])
 
     def _document(self, example: Example, ids: Any, mask: np.ndarray) -> Document:
         if not mask.any():
-            raise DataError(
-                f"{example.where}: by the {self.name} no token of this conversation is the assistant's; every "
-                "assistant message must have at least its text or end-of-turn token to learn"
-            )
+            must = "every assistant message must have at least its text or end-of-turn token to learn"
+            raise DataError(f"{example.where}: by the {self.name} no token here is the assistant's; {must}")
         return Document(ids, mask, example.source, example.index)
 
 

@@ -129,10 +129,8 @@ def _open(source: Any) -> tuple[str, Iterator[tuple[int, Any]]]:
             return str(path), _json_lines(path)
         if path.suffix == ".parquet":
             return str(path), enumerate(_parquet(path))
-        raise DataError(
-            f"{path}: data must be a {', '.join(JSONL)} or .parquet file or a folder from datasets' save_to_disk, "
-            f"not {path.suffix or 'a file without suffix'}"
-        )
+        kinds = f"a {', '.join(JSONL)} or .parquet file or a folder from datasets' save_to_disk"
+        raise DataError(f"{path}: data must be {kinds}, not {path.suffix or 'a file without suffix'}")
     if isinstance(source, Mapping):  # a datasets.DatasetDict is one, too
         raise DataError(f"got a mapping with keys {', '.join(map(str, source))}; choose one split, or give a list")
     if isinstance(source, Iterable):
@@ -151,10 +149,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             except UnicodeDecodeError as problem:
                 raise DataError(f"{path}, line {number}: not UTF-8 text ({problem})") from None
             except json.JSONDecodeError as problem:
-                raise DataError(
-                    f"{path}, line {number}: broken JSON, {problem.msg} at column {problem.colno}; "
-                    "every line must be one whole JSON object"
-                ) from None
+                why = f"{problem.msg} at column {problem.colno}; every line must be one whole JSON object"
+                raise DataError(f"{path}, line {number}: broken JSON, {why}") from None
 
 
 def _parquet(path: Path) -> list[Any]:

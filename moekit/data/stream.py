@@ -35,8 +35,7 @@ class RowStream:
     """Steps of `batch_rows` rows, epoch after epoch; the same on all ranks, each of which takes its share.
     Args:
         batch_rows: rows of one optimizer step over all ranks; an epoch's last step may have fewer.
-        seed: of the order.
-        shuffle: False = rows in their own order, every epoch.
+        seed: of the order. shuffle: False = rows in their own order, every epoch.
     >>> from moekit.config import DataConfig
     >>> from moekit.data.chat import Document
     >>> from moekit.data.pack import build_rows
@@ -80,10 +79,10 @@ class RowStream:
         Raises DataError: the state was saved on other rows, or with another seed or order."""
         now = self.state()
         for name in ("rows", "fingerprint", "seed", "shuffle"):
-            if state.get(name) != now[name]:
+            if (saved := state.get(name)) != now[name]:
+                how = "use the same data, tokenizer, row settings and seed, or start a new run"
                 raise DataError(
-                    f"cannot continue: the saved data position has {name}={state.get(name)!r}, this data set "
-                    f"{now[name]!r}; use the same data, tokenizer, row settings and seed, or start a new run"
+                    f"cannot continue: the saved position has {name}={saved!r}, this is {now[name]!r}; {how}"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._make_order()

@@ -74,10 +74,8 @@ def make_task(
         new = at
         if len(items) == size:
             return list(items.values())
-    raise DataError(
-        f"task {name!r} with {settings or 'default settings'} gave {len(items)} different {split} questions in {at} "
-        f"tries, {size} were asked for; ask for at most {len(items)}, or widen its settings"
-    )
+    gave = f"{name!r} with {settings or 'default settings'} gave {len(items)} different {split} questions in {at} tries"
+    raise DataError(f"task {gave}, {size} were asked for; ask for fewer, or widen its settings")
 
 
 def score(item: dict[str, Any], answer: str) -> float:

@@ -94,10 +94,8 @@ def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
         StorageError: it cannot be written."""
     if here.folder is not None:
         if config.out is not None and Path(config.out).resolve() != here.folder.resolve():
-            raise ConfigError(
-                f"out={config.out!r}, but this job's run folder is {here.folder}: leave out=None and name the job, as "
-                f"in moekit.submit(train, config, name={Path(config.out).name!r})"
-            )
+            how = f"leave out=None and name the job, as in moekit.submit(train, config, name={Path(config.out).name!r})"
+            raise ConfigError(f"out={config.out!r}, but this job's run folder is {here.folder}: {how}")
         folder = here.folder
     else:
         name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{recipe}"
@@ -145,10 +143,9 @@ def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
     place = existing(folder)
     free = shutil.disk_usage(place).free
     if free < need:
-        raise StorageError(
-            f"the disk at {place} has {free / 1e9:.2f} GB free, {saves} checkpoints and the export of this run take "
-            f"{need / 1e9:.2f} GB; free some space, give another out=, or keep fewer checkpoints"
-        )
+        take = f"{saves} checkpoints and the export of this run take {need / 1e9:.2f} GB"
+        how = "free some space, give another out=, or keep fewer checkpoints"
+        raise StorageError(f"the disk at {place} has {free / 1e9:.2f} GB free, {take}; {how}")
 
 
 def tokenizer_folder(config: SFTConfig) -> str:
@@ -183,10 +180,8 @@ def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
     shape = model_shape(config.model, tokenizer)
     check_tokenizer(shape, tokenizer)
     if config.rows.length > shape.max_positions:
-        raise ConfigError(
-            f"rows of length={config.rows.length} are longer than the {shape.max_positions} positions of the model "
-            f"{config.model!r}; set length to at most {shape.max_positions}"
-        )
+        most = f"the {shape.max_positions} positions of the model {config.model!r}"
+        raise ConfigError(f"rows of length={config.rows.length} are longer than {most}; set length to at most that")
     check_layout(config.learner, shape, here.world)
     if config.export:
         choose_family(shape)

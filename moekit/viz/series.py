@@ -1,9 +1,8 @@
 """What the plots read: metrics by name, whatever holds them.
 
-Axis letters: L layers that route, E experts, C classes.
-
 A run (`moekit.open_run`), the path of a run folder, a DataFrame, a dictionary of columns, or a list of step
-dictionaries: each plot takes any of them, so that a plot needs no run and a run no plot."""
+dictionaries: each plot takes any of them, so that a plot needs no run and a run no plot.
+Axis letters: L layers that route, E experts, C classes."""
 
 from __future__ import annotations
 
@@ -34,10 +33,8 @@ def columns(source: Any) -> dict[str, np.ndarray]:
     if isinstance(table, Mapping):
         table = {name: np.atleast_1d(np.asarray(values, dtype=object)) for name, values in table.items()}
     elif not isinstance(table, (pd.DataFrame, list, tuple)):
-        raise DataError(
-            f"cannot read metrics from {type(source).__name__}; give a run, a run folder, a DataFrame, "
-            "a dictionary of columns or a list of step dictionaries"
-        )
+        how = "a run, a run folder, a DataFrame, a dictionary of columns or a list of step dictionaries"
+        raise DataError(f"cannot read metrics from {type(source).__name__}; give {how}")
     frame = pd.DataFrame(table)
     if frame.index.name in STEP and frame.index.name not in frame:
         frame = frame.reset_index()

@@ -116,10 +116,9 @@ def show(
     warning, misplaced = "", int(misplaced_BT.sum())
     if misplaced:
         i, t = np.argwhere(misplaced_BT)[0]
-        warning = (
-            f"{misplaced:,} label{'s are' if misplaced > 1 else ' is'} not the next token of the document (first: row "
-            f"{chosen[i]}, position {t}). Labels are shifted exactly once: labels[t] is the target of position t"
-        )
+        what = f"{misplaced:,} label{'s are' if misplaced > 1 else ' is'} not the next token of the document"
+        rule = "Labels are shifted exactly once: labels[t] is the target of position t"
+        warning = f"{what} (first: row {chosen[i]}, position {t}). {rule}"
     return Shown(counts, documents, misplaced, drawn, said, warning)
 
 

@@ -59,9 +59,9 @@ def need(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        how = 'install the notebook extra: pip install "moekit[notebooks]"'
         raise BackendError(
-            f"{purpose} needs {module.split('.')[0]}, which cannot be imported here ({error}); "
-            'install the notebook extra: pip install "moekit[notebooks]"'
+            f"{purpose} needs {module.split('.')[0]}, which cannot be imported ({error}); {how}"
         ) from error
 
 
