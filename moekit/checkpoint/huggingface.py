@@ -92,9 +92,8 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 def load_into(model: nn.Module, path: str | Path, *, allow_nonfinite: bool = False) -> None:
     """Copy a Hugging Face folder's weights into `model`, whose parameters are all written exactly once.
 
-    A part of a model (`Transformer.part`) reads the slices that it holds and nothing else.
-
-    Either naming of experts is read (one tensor per expert, or all experts fused), in each layer by itself.
+    A part of a model (`Transformer.part`) reads the slices that it holds and nothing else. Either naming of experts is
+    read (one tensor per expert, or all experts fused), in each layer by itself.
     Args:
         model: a `Transformer` (anything with `config` and its parameter names); values are cast to its dtype.
         path: the folder. Its config.json says the family; the tensors decide whether the model has the right shape.

@@ -173,10 +173,8 @@ def _cut(
     """Pieces of at most `limit` tokens: document, start and stop (in all documents laid end to end) of each."""
     limit = config.length // (config.documents_per_row if config.rows == "interleaved" else 1)
     if limit < 2 <= config.length:
-        what = (
-            f"length={config.length} leaves {limit} positions for each of documents_per_row={config.documents_per_row}"
-        )
-        raise DataError(f"{what} documents; a document needs at least 2")
+        each = f"each of documents_per_row={config.documents_per_row} documents"
+        raise DataError(f"length={config.length} leaves {limit} positions for {each}; a document needs at least 2")
     size_D = np.diff(end_D, prepend=0)
     reason, why = {
         "truncate": ("truncated", "{limit} of {n} tokens kept"),

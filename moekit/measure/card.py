@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import Template
 
 from ..data.batch import CLASSES
 from ..errors import CheckpointError, RunError
@@ -101,6 +100,8 @@ class RunCard:
         return self._page(whole=False, closed=[title for title, _ in self._sections()[2:]])
 
     def _page(self, **how: Any) -> str:
+        from jinja2 import Template
+
         template = Template(Path(__file__).with_name("card.html.jinja").read_text(), autoescape=True)
         return template.render(name=self.name, sections=self._sections(), text=_show, **how)
 

@@ -51,9 +51,8 @@ def to_matplotlib(fig: go.Figure) -> Figure:
     kinds = {"stacked area" if t.type == "scatter" and t.stackgroup else t.type for t in fig.data} - set(KINDS)
     if kinds:
         how = "use one of those kinds, or save this figure with plotly's own image export"
-        raise BackendError(
-            f"the static twin draws scatter, bar and heatmap traces, not {', '.join(sorted(kinds))}; {how}"
-        )
+        other = ", ".join(sorted(kinds))
+        raise BackendError(f"the static twin draws scatter, bar and heatmap traces, not {other}; {how}")
     with mpl.rc_context(style()):
         figure = Figure(figsize=((fig.layout.width or WIDTH) / 96, (fig.layout.height or HEIGHT) / 96), dpi=96)
         FigureCanvasAgg(figure)  # not pyplot: no global state, and safe from a background thread
