@@ -57,7 +57,7 @@ def stored_tensors(path: str | Path) -> dict[str, Stored]:
         raise CheckpointError(f"{folder} has both {SINGLE} and {INDEX}; remove the one that is out of date")
     if not (single.exists() or index.exists()):
         raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; moekit reads safetensors only")
-    listed = read_json(index).get("weight_map") if index.exists() else {}
+    listed: Any = read_json(index).get("weight_map") if index.exists() else {}
     shards = sorted(set(listed.values())) if isinstance(listed, dict) else []
     if index.exists() and (not shards or any(shard != Path(shard).name for shard in shards)):
         raise CheckpointError(f"{index} has no usable weight_map of tensor names to files of this folder")

@@ -279,7 +279,8 @@ def _report_filtered(rows: Rows, judge: FilterConfig) -> None:
     row_P = np.repeat(np.arange(len(rows)), np.diff(rows.first_R))
     why = f"a pattern of at most {judge.max_period} tokens repeats {judge.min_repeats} times or more, in row"
     for p in np.flatnonzero(rows.removed_P).tolist():
-        rows.report.add(*rows.sources[rows.document_P[p]], "filtered", f"{why} {row_P[p]}", count=0)
+        source, index = rows.sources[rows.document_P[p]]
+        rows.report.add(source, index, "filtered", f"{why} {row_P[p]}", count=0)
     rows.report.counts["filtered"] += int(rows.removed_R.sum())
 
 

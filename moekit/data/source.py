@@ -87,10 +87,10 @@ def as_example(record: Any, source: str = "example", index: int = 0) -> Example:
     return Example(messages, source, index, first, extra)
 
 
-def _messages(value: Any, field: str, where: str, role: str = "") -> list[Message]:
-    """The checked messages of a field; a plain text is one message of `role`, where a role is given."""
-    if role and isinstance(value, str):
-        return [{"role": role, "content": value}]
+def _messages(value: Any, field: str, where: str, text_role: str = "") -> list[Message]:
+    """The checked messages of a field; a plain text is one message of `text_role`, where that is given."""
+    if text_role and isinstance(value, str):
+        return [{"role": text_role, "content": value}]
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise DataError(f"{where}: {field!r} must be a list of messages, got {_kind(value)}")
     messages = []

@@ -54,7 +54,8 @@ def encode(step: int, metrics: Mapping[str, Any]) -> bytes:
     >>> encode(3, {"loss/total": 0.5, "grad/norm": float("inf")})
     b'{"step":3,"loss/total":0.5,"grad/norm":null,"nonfinite":{"grad/norm":"inf"}}\\n'
     """
-    record, nonfinite = {STEP: step}, {}
+    record: dict[str, Any] = {STEP: step}
+    nonfinite: dict[str, str] = {}
     for name, value in metrics.items():
         if name in (STEP, NONFINITE):
             raise ConfigError(f"a metric may not be called {name!r}: the record uses that name; use 'group/name'")
