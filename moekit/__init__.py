@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .measure.record import open_run
     from .model.transformer import Transformer
     from .objectives.sft import SFT
+    from .recipes.layouts import check_layouts
     from .viz.live import live
     from .viz.show import show
 
@@ -45,6 +46,7 @@ __all__ = [
     "Transformer",
     "__version__",
     "attach",
+    "check_layouts",
     "errors",
     "export",
     "here",
@@ -77,6 +79,7 @@ _HOMES = {
     "open_run": "measure.record",
     "Transformer": "model.transformer",
     "SFT": "objectives.sft",
+    "check_layouts": "recipes.layouts",
     "live": "viz.live",
     "show": "viz.show",
 }

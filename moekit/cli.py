@@ -1,6 +1,7 @@
 """`moekit ...`: the recipes from a shell. A thin layer; everything it does is a function that a notebook can call.
 
-Exit status: 0 fine; 2 bad usage or bad input, said in one line; 1 a job that failed on its way; 130 interrupted.
+Exit status: 0 fine; 2 bad usage or bad input, said in one line; 1 a job that failed on its way, or layouts that
+differ; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -124,6 +125,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--runs", default="runs", help="the folder of the runs to list")
     _layout_options(command("layouts", _layouts, "list the layouts that a model and a number of processes allow, with "
                             "predicted memory and wire bytes", "--world N --model MODEL [options]"))  # fmt: skip
+    p = command("check-layouts", _check_layouts, "prove that every layout gives one gradient, with a tiny model or with "
+                "your own weights and rows", "[--model MODEL [--data DATA]] [--world 2,4] [options]")  # fmt: skip
+    p.add_argument("--model", help="a Hugging Face folder, or a preset (default: a tiny model made for this)")
+    p.add_argument("--data", help="chats, as for `moekit sft`: the first rows are used, cut short")
+    p.add_argument(
+        "--world", type=_counts, metavar="N,N", help="numbers of processes (default: 2,4,8 if memory allows)"
+    )
+    p.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="of weights and arithmetic")
+    p.add_argument("--steps", type=int, default=3, help="optimizer steps")
+    p.add_argument("--figure", metavar="PATH.html", help="draw differences and bytes on the wire into a page")
+    p.add_argument("--json", action="store_true", help="the table as JSON")
     p = command("demo", _demo, "train a tiny mixture of experts on two processes, in about two minutes, and show it",
                 "[--out RUN] [--nproc N] [--steps N]")  # fmt: skip
     p.add_argument("--out", default="runs/demo", help="run folder; one that an earlier demo made is replaced")
@@ -363,6 +375,25 @@ def _layouts(o: argparse.Namespace) -> int:
     )  # fmt: skip
     print(json.dumps(table) if o.json else render(table))
     return 0
+
+
+def _check_layouts(o: argparse.Namespace) -> int:
+    from .recipes.layouts import check_layouts
+    from .viz.progress import Progress
+
+    with Progress(None, "layouts", stream=sys.stderr, mode=_mode(sys.stderr)) as line:
+        report = check_layouts(
+            o.model, o.data, world_sizes=o.world, dtype=o.dtype, steps=o.steps,
+            told=lambda done, total, name: line.update(done, of=total, last=name),
+        )  # fmt: skip
+    if o.figure:
+        report.figure().write_html(o.figure)
+    print(json.dumps(report.to_dict()) if o.json else report.text())
+    return 0 if report.verdict else 1
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _demo(o: argparse.Namespace) -> int:
