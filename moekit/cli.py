@@ -125,8 +125,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--runs", default="runs", help="the folder of the runs to list")
     _layout_options(command("layouts", _layouts, "list the layouts that a model and a number of processes allow, with "
                             "predicted memory and wire bytes", "--world N --model MODEL [options]"))  # fmt: skip
-    p = command("check-layouts", _check_layouts, "prove that every layout gives one gradient, with a tiny model or with "
-                "your own weights and rows", "[--model MODEL [--data DATA]] [--world 2,4] [options]")  # fmt: skip
+    p = command("check-layouts", _check_layouts, "prove that every layout gives one gradient, of a tiny model or "
+                "of your own weights and rows", "[--model MODEL [--data DATA]] [--world 2,4] [options]")  # fmt: skip
     p.add_argument("--model", help="a Hugging Face folder, or a preset (default: a tiny model made for this)")
     p.add_argument("--data", help="chats, as for `moekit sft`: the first rows are used, cut short")
     p.add_argument(

@@ -46,8 +46,9 @@ TINY = ModelConfig(
     vocab=31, width=16, layers=4, heads=4, kv_heads=2, experts=8, top_k=1, expert_width=12, dense_layers=(1,),
     dense_width=20, shared_width=8, qk_norm="head", selection_bias=True, init_std=0.3,
 )  # fmt: skip
-SHARED, PADDED = ({"dispatch": "rowwise", "transport": t} for t in ("shared_memory", "padded"))
-INTERLEAVED = {"pp": 2, "pipeline": "interleaved", "stages_per_rank": 2}
+SHARED: dict[str, Any] = {"dispatch": "rowwise", "transport": "shared_memory"}
+PADDED = SHARED | {"transport": "padded"}
+INTERLEAVED: dict[str, Any] = {"pp": 2, "pipeline": "interleaved", "stages_per_rank": 2}
 
 
 def _case(world: int, rows: int = 2, **config: Any) -> dict[str, Any]:
