@@ -31,8 +31,7 @@ WITHOUT = {
     "jupyterlab": "`make lab`; install moekit[notebooks]",
     "reasoning-gym": "the demo's tasks; install moekit[rl]",
 }
-SHM_WANTED = 1 << 30  # bytes of shared memory
-DISK_WANTED = 1 << 30  # bytes free where runs are written
+SHM_WANTED = DISK_WANTED = 1 << 30  # bytes of shared memory, and bytes free where runs are written
 RUNS_SHOWN = 20
 
 
@@ -189,8 +188,8 @@ def _gpus(found: Report) -> list[tuple[str, str]]:
 
     from .launch.host import gpus
 
-    cards, rows = gpus(), []
-    for gpu in cards:
+    rows = []
+    for gpu in gpus():
         rows.append((f"gpu {gpu.index}", f"{gpu.name}, {gpu.used_mb} of {gpu.memory_mb} MB used"))
         for pid in gpu.pids:
             try:
@@ -199,12 +198,10 @@ def _gpus(found: Report) -> list[tuple[str, str]]:
             except psutil.Error:  # of another container, or gone
                 who = "unknown process"
             rows.append(("  used by", f"{who} (pid {pid})"))
-    if not cards:
-        return [("none found", "nvidia-smi is here, but reports no GPU: is the driver loaded?")]
     torch = sys.modules.get("torch")
-    if torch is not None and not torch.version.cuda:
+    if rows and torch is not None and not torch.version.cuda:
         found.warnings.append("there are GPUs, but this torch is a CPU build: install the CUDA build to use them")
-    return rows
+    return rows or [("none found", "nvidia-smi is here, but reports no GPU: is the driver loaded?")]
 
 
 def _storage(found: Report, runs: Path) -> list[tuple[str, str]]:

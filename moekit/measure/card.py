@@ -156,7 +156,8 @@ def base_checkpoint(path_or_preset: str | Path, **facts: Any) -> dict[str, Any]:
 def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
     """A run's totals from its metrics: positions and rows by class, seconds, rates over the run, rows per supervised
     token. Sums over the recorded steps, so a resumed run counts every step once."""
-    total = Counter({n: int(metrics[n].sum()) for n in metrics.columns if n.startswith(("tokens/", "rows/"))})
+    column: Any = lambda name: metrics[name].dropna().to_numpy()
+    total = Counter({n: int(column(n).sum()) for n in metrics.columns if n.startswith(("tokens/", "rows/"))})
     of_class = {c: total[f"tokens/{c}"] for c in CLASSES}
     positions, supervised, dispatched = sum(of_class.values()), total["tokens/supervised"], total["rows/dispatched"]
     per = lambda n: n / supervised if supervised else 0.0
@@ -171,11 +172,11 @@ def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
         },
     }
     if "time/step_s" in metrics:
-        seconds = out["seconds in steps"] = float(metrics["time/step_s"].sum())
+        seconds = out["seconds in steps"] = float(column("time/step_s").sum())
         of_rate = {"supervised tokens/s": supervised, "tokens/s": positions - total["tokens/padding"],
                    "positions/s": positions, "routed rows/s": dispatched}  # fmt: skip
         out["rates over the run"] = {name: n / seconds if seconds > 0 else 0.0 for name, n in of_rate.items()}
-    if "step/skipped" in metrics and len(skipped := metrics["step/skipped"].dropna()):
+    if "step/skipped" in metrics and len(skipped := column("step/skipped")):
         out["skipped steps"] = int(skipped.max())
     return out
 

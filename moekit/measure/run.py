@@ -23,13 +23,7 @@ STATE = "state.json"
 
 
 class Run:
-    """One run folder; make it with `moekit.open_run`. Reads when asked, and again when the run has moved on.
-    Attributes:
-        folder: where it is.
-        metrics: one line for each step, one column for each metric.
-        state: "starting", "running", "finished", "failed", "stopped" as the launcher left it, or "unknown".
-        config, card: what config.json and card.json say; empty, or None, without them. The recipe's own
-            configuration is `config["recipe"]`."""
+    """The run in `folder`; make it with `moekit.open_run`. Reads when asked, and again when the run has moved on."""
 
     def __init__(self, path: str | Path):
         self.folder = Path(path)
@@ -95,7 +89,7 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What config.json says; empty without one."""
+        """What config.json says; empty without one. The recipe's own configuration is `config["recipe"]`."""
         return _read_json(self.folder / record.CONFIG)
 
     @property
@@ -106,7 +100,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """How the run stands, as the launcher wrote it; "unknown" for a run that it did not start."""
+        """As the launcher wrote it: starting, running, finished, failed or stopped; "unknown" if it did not start it."""
         return str(_read_json(self.folder / STATE).get("state", "unknown"))
 
     def _facts(self) -> dict[str, str]:

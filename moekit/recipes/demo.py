@@ -1,12 +1,9 @@
 """`moekit demo`: a tiny mixture of experts learns to spell backward on two processes, and everything is shown.
 
 From nothing: chats are made from reasoning-gym tasks and joined with our own small chat file, a tokenizer is trained,
-random weights are written as a Hugging Face folder, fine-tuned by the same recipe and launcher that any run takes, and
-exported. Held-out questions, none of which was trained on, are answered before and after. The export is loaded by
-Transformers, which must give the same logits.
-
-The run folder ends up with data/, tokenizer/, initial/ and what every run has: metrics.jsonl, arrays/, checkpoints/,
-export/, card.json and card.html, results/, and the report."""
+random weights are written as a Hugging Face folder (initial/), fine-tuned by the same recipe and launcher that any run
+takes, and exported. Held-out questions, none of which was trained on, are answered before and after. The export is
+loaded by Transformers, which must give the same logits. Everything is in the run folder."""
 
 from __future__ import annotations
 
@@ -194,8 +191,8 @@ def _told(folder: Path, scores: dict[str, tuple[float, float]], summary: dict[st
     width = max(map(len, scores))
     lines = ["", f"{'held-out questions answered right':<{width + 12}}before   after"]
     lines += [f"  {name:<{width + 10}}{a:>6.0%}  {b:>6.0%}" for name, (a, b) in scores.items()]
-    lines += ["", "for example"]
-    lines += [f"  {a['question'].splitlines()[-1]}  ->  {a['answer']}" for a in after["answers"][:: HELD_OUT // 2]]
+    said = (f"  {a['question'].splitlines()[-1]}  ->  {a['answer']}" for a in after["answers"][:: HELD_OUT // 2])
+    lines += ["", "for example", *said]
     loss = open_run(folder).metrics["loss/sft"]
     facts = {
         "loss, mean of first and last 10 steps": f"{loss[:10].mean():.3f}, {loss[-10:].mean():.3f}",
