@@ -100,7 +100,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """As the launcher wrote it: starting, running, finished, failed or stopped; "unknown" if it did not start it."""
+        """As the launcher wrote it: starting, running, finished, failed or stopped; "unknown" if it did not."""
         return str(_read_json(self.folder / STATE).get("state", "unknown"))
 
     def _facts(self) -> dict[str, str]:
