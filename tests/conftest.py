@@ -12,5 +12,6 @@ for name, value in {
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    "TRITON_INTERPRET": "1",  # must stand before triton is imported, and transformers imports it
 }.items():
     os.environ.setdefault(name, value)
