@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import subprocess
+import tokenize
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,12 +156,47 @@ def test_the_arrow_rule_itself(path: str, source: str, fine: bool) -> None:
     assert (refused(path, source, modules) == []) is fine
 
 
+def code_lines(source: str) -> int:
+    """Lines that hold code: not blank, not only a comment, not of a docstring."""
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            held |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and ast.get_docstring(node):
+                held -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(held)
+
+
+def test_code_lines_are_what_they_say() -> None:
+    lines = [
+        '"""Doc',
+        'of two."""',
+        "",
+        "x = 1  # why",
+        "# only this",
+        'y = """a',
+        'b"""',
+        "def f():",
+        '    """One."""',
+    ]
+    assert code_lines("\n".join([*lines, "    return (", "        x", "    )", ""])) == 7
+
+
 def test_files_stay_short() -> None:
-    """Near 300 lines: at most three files of the library over 400, and the whole under 16,000."""
-    lines = {p: (ROOT / p).read_text().count("\n") for p in library()}
-    long = sorted(f"{p}: {n}" for p, n in lines.items() if n > LINE_LIMIT)
+    """Near 300 lines: at most three files of the library over 400, and the whole under 16,000 lines of code.
+
+    Docstrings, comments and blank lines count in a file and not in the whole: they are what makes it readable, and a
+    limit on them would be one on explaining.
+    """
+    sources = {p: (ROOT / p).read_text() for p in library()}
+    long = sorted(f"{p}: {n}" for p, s in sources.items() if (n := s.count("\n")) > LINE_LIMIT)
     assert len(long) <= LONG_FILES, f"at most {LONG_FILES} files over {LINE_LIMIT} lines, got {long}"
-    assert sum(lines.values()) < LIBRARY_LIMIT, sum(lines.values())
+    total = sum(map(code_lines, sources.values()))
+    assert total < LIBRARY_LIMIT, total
 
 
 def test_kernels_and_launch_are_linked_flat_folders() -> None:
