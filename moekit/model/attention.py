@@ -39,8 +39,9 @@ def document_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) 
     [L, parent + L]; nothing else is masked.
     """
     N, H, d = q_NHd.shape
+    grouped = H // v_NGd.shape[1]
     parents = {c.parent_start for c in flat.children}
-    sizes, pieces = [], []  # one piece per run, or per document where a document of the run is a parent
+    pieces = []  # one per run, or per document where a document of the run is a parent
     for run in flat.runs:
         starts = [run.start + i * run.length for i in range(run.documents)]
         if parents.isdisjoint(starts):
@@ -59,23 +60,9 @@ def document_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) 
         k, v = torch.cat((ks[up], ks[i])), torch.cat((vs[up], vs[i]))
         seen = torch.ones(child.length, k.shape[0], dtype=torch.bool, device=k.device).tril(child.parent_length)
         heads = [t[None].transpose(1, 2) for t in (qs[i], k, v)]
-        grouped = H != v_NGd.shape[1]
-        out.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=grouped).transpose(1, 2)[0])
-    out.append(vs[-1].repeat_interleave(H // v_NGd.shape[1], 1))  # padding
+        out.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=grouped > 1).transpose(1, 2)[0])
+    out.append(vs[-1].repeat_interleave(grouped, 1))  # padding
     return torch.cat(out)
-
-
-def masked_attention(q_NHd: Tensor, k_NGd: Tensor, v_NGd: Tensor, flat: Flat) -> Tensor:
-    """The same as `document_attention` from its definition, with an [N, N] mask: the form that tests compare with."""
-    N, H, d = q_NHd.shape
-    k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k_NGd, v_NGd))
-    doc, at = flat.document_N, torch.arange(N, device=q_NHd.device)
-    parent = torch.where(doc >= 0, flat.parent_S[doc.clamp(min=0)] if flat.documents else -1, -1)
-    same = (doc[:, None] == doc) & (doc[:, None] >= 0) & (at[:, None] >= at)
-    inherited = (parent[:, None] == doc) & (doc >= 0)
-    seen = same | inherited | (at[:, None] == at)
-    score = torch.einsum("nhd,mhd->hnm", q_NHd, k) / d**0.5
-    return torch.einsum("hnm,mhd->nhd", score.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 class Attention(nn.Module):
@@ -108,11 +95,11 @@ class Attention(nn.Module):
     def forward(self, x_ND: Tensor, flat: Flat | None, angles: tuple[Tensor, Tensor], attend: Attend | None = None):
         """Attention output [N, D] for normalised input [N, D]; `attend` replaces attention within documents."""
         q_NHd, k_NGd, v_NGd = self.project(x_ND, angles)
-        if attend is None:
+        if attend is not None:
+            a_NHd = attend(q_NHd, k_NGd, v_NGd)
+        else:
             assert flat is not None  # decoding, which has no microbatch, brings its own attention
             a_NHd = document_attention(q_NHd, k_NGd, v_NGd, flat)
-        else:
-            a_NHd = attend(q_NHd, k_NGd, v_NGd)
         return self.out(a_NHd.reshape(-1, self.heads * self.d))
 
 

@@ -1,7 +1,6 @@
 """Incremental decoding: the prompt once through the model, then one token per row and call, with a key/value cache.
 
-The plain form: rows have one fixed room, none joins or leaves. The blocks are the training ones; only who attends to
-what differs.
+The plain form, with the training blocks: rows have one fixed room, none joins or leaves.
 
 Axis letters: B rows, N prompt positions seen flat, G key/value heads, T room of a row, d head width, V vocabulary.
 """
@@ -39,11 +38,9 @@ class Cache:
 
 @torch.no_grad()
 def prefill(model: Transformer, prompts: list[list[int]], room: int) -> tuple[Tensor, Cache]:
-    """Logits [B, V] of the token after each prompt, and the cache to go on from.
+    """Logits [B, V] of the token after each prompt (one token at least), and the cache to go on from.
 
-    Args:
-        prompts: at least one token each; lengths may differ.
-        room: tokens that a row can hold, prompt included.
+    `room`: tokens that a row can hold, prompt included.
     """
     config, longest = model.config, max(map(len, prompts), default=0)
     if not prompts or min(map(len, prompts)) == 0:

@@ -35,7 +35,6 @@ PRESETS: dict[str, ModelConfig] = {
 
 def preset(name: str) -> ModelConfig:
     """The shape called `name`.
-
     >>> preset("tiny").experts
     8
     """
@@ -45,10 +44,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Predicted numbers of parameters: total, active for one token, and by part.
-
-    `active` counts top_k of the E experts and everything else once.
-
+    """Predicted numbers of parameters: total, active for one token (top_k of the E experts), and by part.
     >>> parameter_counts(preset("OLMoE-1B-7B"))["total"]
     6919161856
     """

@@ -66,13 +66,13 @@ class Router(nn.Module):
             with torch.no_grad():  # adding the bias to logits and to scores would choose differently: it is for scores
                 rank_NE = score_NE if self.selection_bias is None else score_NE + self.selection_bias
                 expert_NK = rank_NE.topk(self.top_k, -1).indices
+        elif replay_NK.shape != (want := (x_ND.shape[0], self.top_k)):
+            raise ConfigError(
+                f"replayed routes have shape {tuple(replay_NK.shape)}, this layer needs {want}: one row per position, "
+                "in the batch's flat order"
+            )
         else:
             expert_NK = replay_NK
-            if expert_NK.shape != (x_ND.shape[0], self.top_k):
-                raise ConfigError(
-                    f"replayed routes have shape {tuple(expert_NK.shape)}, this layer needs "
-                    f"{(x_ND.shape[0], self.top_k)}: one row per position, in the batch's flat order"
-                )
         if self.gate == "topk_softmax":
             gate_NK = logits_NE.gather(-1, expert_NK).softmax(-1)
         else:

@@ -65,9 +65,7 @@ def convert_coefficient(value: float, source: str, target: str, top_k: int, laye
 def balance_by_sequence(route: Any, flat: Flat, scope: Scope) -> Tensor:
     """Sum over documents of n_s * E * sum_e f_se P_se: the `sequence` loss before its divisor, a scalar."""
     probs, experts = route.probs_NE, route.expert_NK
-    e = probs.shape[1]
-    document = flat.document_N
-    groups = flat.documents
+    e, document, groups = probs.shape[1], flat.document_N, flat.documents
     if scope == "all":  # each row's padding is a document of its own
         document = torch.where(document < 0, groups + flat.order_N // max(flat.length, 1), document)
         groups += flat.rows
@@ -81,8 +79,7 @@ def balance_by_sequence(route: Any, flat: Flat, scope: Scope) -> Tensor:
         up = flat.parent_S[child]
         prob_SE = prob_SE.index_add(0, child, prob_SE[up])
         count_SE = count_SE.index_add(0, child, count_SE[up])
-        alone = torch.ones(groups, 1, dtype=probs.dtype, device=probs.device)
-        alone[up] = 0
+        alone = probs.new_ones(groups, 1).index_fill(0, up, 0)
         prob_SE = prob_SE * alone
     choices_S = count_SE.sum(1, keepdim=True).clamp(min=1)  # n_s * K
     return e * (count_SE / choices_S * prob_SE).sum()
@@ -121,18 +118,12 @@ def z_sum(route: Any, flat: Flat, scope: Scope) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The router losses of one step, called by every MoE layer: ``(layer, route, flat) -> scaled scalar``.
-
-    Args:
-        config: coefficients, granularity and scope.
-        divisor: positions in scope over the whole step and all ranks.
-        all_reduce: sums a tensor over data-parallel ranks (granularity "microbatch"); None = one process.
-        values: filled with detached, unscaled sums: "balance" and "z", each a list with one scalar per call.
-    """
+    """The router losses of one step, called by every MoE layer: ``(layer, route, flat) -> scaled scalar``."""
 
     config: RouterLossConfig
-    divisor: float
-    all_reduce: Callable[[Tensor], Tensor] | None = None
+    divisor: float  # positions in scope over the whole step and all ranks
+    all_reduce: Callable[[Tensor], Tensor] | None = None  # sum over data-parallel ranks ("microbatch"); None = one rank
+    # detached, without their coefficients: one scalar per call
     values: dict[str, list[Tensor]] = field(default_factory=lambda: {"balance": [], "z": []})
 
     @property
@@ -142,23 +133,18 @@ class RouterLoss:
 
     def __call__(self, layer: int, route: Any, flat: Flat, again: bool = False) -> Tensor:
         """`again`: this is a recomputation for the backward, and its values are in `values` already."""
-        c, total = self.config, route.logits_NE.new_zeros(())
-        if c.balance and c.granularity != "hf":
-            if c.granularity == "sequence":
-                value = balance_by_sequence(route, flat, c.scope)
-            else:
-                value = balance_by_microbatch(route, flat, c.scope, self.all_reduce)
-            self._note("balance", value, again)
-            total = total + c.balance / self.divisor * value
+        c, total, found = self.config, route.logits_NE.new_zeros(()), []
+        if c.balance and c.granularity == "sequence":
+            found.append(("balance", c.balance, balance_by_sequence(route, flat, c.scope)))
+        elif c.balance and c.granularity == "microbatch":
+            found.append(("balance", c.balance, balance_by_microbatch(route, flat, c.scope, self.all_reduce)))
         if c.z:
-            value = z_sum(route, flat, c.scope)
-            self._note("z", value, again)
-            total = total + c.z / self.divisor * value
+            found.append(("z", c.z, z_sum(route, flat, c.scope)))
+        for name, coefficient, value in found:
+            total = total + coefficient / self.divisor * value
+            if not again:
+                self.values[name].append(value.detach() / self.divisor)
         return total
-
-    def _note(self, name: str, value: Tensor, again: bool) -> None:
-        if not again:
-            self.values[name].append(value.detach() / self.divisor)
 
 
 def bias_step(count_E: Tensor, rate: float, *, zero_mean: bool = False) -> Tensor:

@@ -44,21 +44,16 @@ def labels_per_document(flat: Flat) -> Tensor:
     return torch.bincount(flat.document_N[flat.label_index_M], minlength=flat.documents)
 
 
-def local_counts(flats: Sequence[Flat]) -> list[float]:
-    """This rank's part of `StepCounts`' global fields, in their order; sum them over ranks."""
+def step_counts(flats: Sequence[Flat], all_reduce: Callable[[list[float]], list[float]] | None = None) -> StepCounts:
+    """Count a step. `all_reduce` sums a list over ranks; None = one process."""
     supervised = [f.label_index_M.numel() for f in flats]
-    return [
+    local = [  # this rank's part of the global fields, in their order
         float(sum(supervised)),
         float(sum(int((labels_per_document(f) > 0).sum()) for f in flats)),
         float(sum(n > 0 for n in supervised)),
         float(any(n > 0 for n in supervised)),
         float(sum(f.removed * (f.length - 1) for f in flats)),
     ]
-
-
-def step_counts(flats: Sequence[Flat], all_reduce: Callable[[list[float]], list[float]] | None = None) -> StepCounts:
-    """Count a step. `all_reduce` sums a list over ranks; None = one process."""
-    local = local_counts(flats)
     total = all_reduce(local) if all_reduce else local
     return StepCounts(*total, rank_supervised=local[0])
 
@@ -69,11 +64,9 @@ def token_weights(
     """Weight of each labelled position's loss, ``[M]`` float64, for one microbatch of this rank.
 
     Args:
-        flat: the microbatch.
         counts: of the whole step, see `step_counts`.
         mode: one of the module's conventions.
         constant_length: tokens per sequence, only with ``mode="constant"``.
-
     Raises:
         ConfigError: ``mode="constant"`` without `constant_length`.
 

@@ -12,12 +12,7 @@ CHUNK_BYTES = 64 * 2**20  # of float32 logits alive at a time
 
 
 def token_logprobs(
-    hidden_MD: Tensor,
-    head_VD: Tensor,
-    label_M: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_bytes: int = CHUNK_BYTES,
+    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, *, temperature: float = 1.0, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
     r"""Log-probability of each label: :math:`z_{m,y_m} - \log\sum_v e^{z_{mv}}` with :math:`z = h W^\top / \tau`.
 
@@ -26,15 +21,12 @@ def token_logprobs(
         head_VD: ``[V, D]`` same dtype. Output embedding.
         label_M: ``[M]`` int64 in ``[0, V)``.
         temperature: tau > 0; divides the logits, as a sampler with that temperature does.
-        chunk_bytes: the most that logits may take, forward or backward. Must hold one row (it is rounded up to one).
-
+        chunk_bytes: the most that logits may take, forward or backward; rounded up to one row.
     Returns:
         ``[M]`` in float32 (float64 for float64 input).
-
     Cost:
         One ``M x D x V`` product forward and two backward. When all of M fits in one chunk its probabilities are
         kept; otherwise each chunk's logits are computed again in the backward, one more product.
-
     Gradients:
         To `hidden_MD` and `head_VD`. The log-softmax and its gradient are in the returned dtype.
 
@@ -58,8 +50,7 @@ class _TokenLogprobs(torch.autograd.Function):
         wants = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         keep = wants and hidden.shape[0] <= rows
         out = torch.empty(hidden.shape[0], dtype=kind, device=hidden.device)
-        lse = torch.empty_like(out)
-        prob = None
+        lse, prob = torch.empty_like(out), None
         for a in range(0, hidden.shape[0], rows):
             part = slice(a, a + rows)
             z = _logits(hidden[part], head, temperature, kind)

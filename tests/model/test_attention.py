@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moekit.data.batch import Batch
-from moekit.model.attention import Attention, document_attention, masked_attention, rope_angles
+from moekit.model.attention import Attention, document_attention, rope_angles
 
 KINDS = ["padded", "packed", "interleaved", "shared", "full"]
 
@@ -19,6 +19,19 @@ def qkv(flat, heads, groups, d=4, seed=0):
         torch.randn(flat.positions, n, d, generator=g, dtype=torch.float64).requires_grad_()
         for n in (heads, groups, groups)
     ]
+
+
+def masked_attention(q_NHd, k_NGd, v_NGd, flat):
+    """The same as `document_attention` from its definition, with an [N, N] mask."""
+    N, H, d = q_NHd.shape
+    k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k_NGd, v_NGd))
+    doc, at = flat.document_N, torch.arange(N, device=q_NHd.device)
+    parent = torch.where(doc >= 0, flat.parent_S[doc.clamp(min=0)] if flat.documents else -1, -1)
+    same = (doc[:, None] == doc) & (doc[:, None] >= 0) & (at[:, None] >= at)
+    inherited = (parent[:, None] == doc) & (doc >= 0)
+    seen = same | inherited | (at[:, None] == at)
+    score = torch.einsum("nhd,mhd->hnm", q_NHd, k) / d**0.5
+    return torch.einsum("hnm,mhd->nhd", score.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
