@@ -78,7 +78,7 @@ class Work:
         model = make_model(config, self.shape, Here(world.rank, world.size, world.rank, "cpu", None))
         for block in model.blocks.values():
             if not self.model and block.routes and self.shape.selection_bias:  # expert 0 has most rows, the last none
-                block.moe.router.selection_bias.copy_(torch.tensor([0.8, *[0.0] * (self.shape.experts - 2), -10.0]))
+                block.moe.router.selection_bias.copy_(torch.tensor([0.4, *[0.0] * (self.shape.experts - 2), -10.0]))
         return Learner(model, SFT(), case.config, world)
 
 

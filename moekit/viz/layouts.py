@@ -18,7 +18,7 @@ def layouts_figure(
     rows: Sequence[Mapping[str, Any]],
     tolerance: float = 1e-9,
     *,
-    title: str = "One gradient in every layout",
+    title: str | None = None,
     subtitle: str = "Left of the line: equal to one process but for the order of sums",
 ) -> Figure:
     """Gradient difference of each layout on a log axis, with the tolerance as a line; beside it the bytes it sends.
@@ -28,6 +28,8 @@ def layouts_figure(
     """
     if not rows:
         raise DataError("no layouts to draw; give the rows of moekit.check_layouts()")
+    bad = sum(bool(r["problems"]) for r in rows)
+    title = title or (f"{bad} of {len(rows)} layouts differ" if bad else "One gradient in every layout")
     names = [f"{r['layout']} ({r['world']})" for r in rows]
     height = MARGINS["t"] + 22 * len(rows) + MARGINS["b"]
     fig = figure(title, subtitle, height=height, margin=MARGINS | {"l": 24 + 6.8 * max(map(len, names))}, width=900,
