@@ -14,8 +14,8 @@ What a block of 32 becomes, in both modes (* also what torchao 0.18 gives in its
     finite, |x| >= 248 * 2^120   with "ceil": rounded up past the largest float32, reads back as an infinity *
 
 Scales come from the bits of amax, so that every machine agrees: no logarithm. torchao's form without the hardware
-instruction takes log2 in float32, which is one step too low for amax within a few units of the last place above
-448 * 2^k, k != 0; the instruction (round toward plus infinity) agrees with this file.
+instruction takes log2 in float32, which is one step too low for amax up to 39 units of the last place above
+448 * 2^k, k > 1 or k < 0; the instruction (round toward plus infinity) agrees with this file.
 
 Precision of the three matmuls of a layer: forward and the input's gradient in MXFP8, each with weights quantised along
 its own contraction axis; **weight gradients in the dtype of x**. They contract over tokens: there the blocks would run
@@ -100,7 +100,7 @@ def quantise_columns(x: Tensor, mode: Mode = "ceil") -> Quantised:
     torch.Size([5, 64])
     """
     pad = -x.shape[-2] % BLOCK
-    return quantise(torch.nn.functional.pad(x, (0, 0, 0, pad)).transpose(-1, -2), mode)
+    return quantise(torch.nn.functional.pad(x.detach(), (0, 0, 0, pad)).transpose(-1, -2), mode)
 
 
 def quantise_both(x: Tensor, mode: Mode = "ceil") -> tuple[Quantised, Quantised]:
@@ -185,6 +185,15 @@ class ExpertFFN(torch.autograd.Function):
 
 def _weight_gradient(dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weight: Tensor, slot: Any) -> Tensor | None:
     """dw_e = dy_e.T @ x_e in the dtype of x, into the slot if there is one."""
+    if weight.is_cuda:
+        from .grouped_gemm import grouped_wgrad
+
+        out = torch.empty_like(weight) if slot is None else slot.view
+        grouped_wgrad(dy_RM, x_RK, rows.offset_E, out, add=slot is not None and slot.filled)
+        if slot is None:
+            return out
+        slot.filled = True
+        return None
     write = Writer(weight, slot)
     for e, (start, stop) in enumerate(rows.bounds):
         if stop > start:

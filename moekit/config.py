@@ -31,6 +31,7 @@ Dispatch = Literal["sync", "rowwise"]
 TransportName = Literal["auto", "shared_memory", "padded", "symmetric"]
 OnOverflow = Literal["redo", "drop", "raise"]
 Recompute = Literal["none", "moe", "block"]
+Precision = Literal["model", "mxfp8"]
 PipelineName = Literal["1f1b", "interleaved", "zbv"]
 RowKind = Literal["packed", "padded", "interleaved"]
 OverLong = Literal["truncate", "split", "drop"]
@@ -195,6 +196,7 @@ class LearnerConfig(Config):
     capacity: float = 1.25  # rows that a rank's rowwise buffer holds, as a multiple of its balanced share
     on_overflow: OnOverflow = "redo"  # what happens when more rows than that arrive
     recompute: Recompute = "none"  # activations given up in the forward: of the experts ("moe"), or of whole blocks
+    precision: Precision = "model"  # of the routed experts' matmuls; "mxfp8": forward and input gradients in MXFP8
 
     def _check(self) -> None:
         _need(self.lr >= 0, f"lr={self.lr} must be >= 0")

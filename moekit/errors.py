@@ -33,6 +33,10 @@ class BackendError(MoekitError, RuntimeError):
     """A kernel or backend was asked for and cannot run here."""
 
 
+class StaleCacheError(MoekitError, RuntimeError):
+    """A quantised copy of a weight that is not of the weight as it is now."""
+
+
 class RunExistsError(MoekitError, FileExistsError):
     """The run folder already holds a run; nothing was touched."""
 

@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import BackendError, ConfigError
-from .kernels import attention, elementwise, ragged, reference
+from .kernels import attention, elementwise, mxfp8, ragged, reference
+from .kernels.mxfp8 import Operands
 from .kernels.permute import Sorted, count, sort_rows
 
 __all__ = [
     "GradSlot",
+    "Operands",
     "Sorted",
     "backend",
     "causal_attention",
@@ -96,6 +98,22 @@ def explain(
     }
 
 
+def _mx_operands(x: Tensor, *weights: Tensor) -> list[Operands] | None:
+    """The weights' MXFP8 copies, where they have them (`mx_cache`, set by `moekit.learner.precision`)."""
+    caches = [getattr(w, "mx_cache", None) for w in weights]
+    if all(c is None for c in caches):
+        return None
+    found = [c.current() for c in caches if c is not None]
+    if len(found) < len(weights) or any(w.device != o.forward.code.device for w, o in zip(weights, found)):
+        raise ConfigError("only some of a layer's expert weights have an mxfp8 copy, or it is on another device")
+    backward = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+    if backward and any(o.transposed is None for o in found):
+        raise ConfigError(
+            "this model's mxfp8 copies are forward-only; run it under no_grad, or make them with backward"
+        )
+    return found
+
+
 def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
     r"""Routed experts: gather rows, SwiGLU feed-forward per expert, weighted sum back to positions.
 
@@ -121,9 +139,11 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
             f"moe_ffn: x {tuple(x_ND.shape)}, gate_up {tuple(gate_up_E2FD.shape)}, down {tuple(down_EDF.shape)} and "
             f"{rows.offset_E.shape[0]} experts in the rows do not fit [N, D], [E, 2F, D], [E, D, F]"
         )
+    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
+    if (mx := _mx_operands(x_ND, gate_up_E2FD, down_EDF)) is not None:
+        return mxfp8.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, *mx, slots)
     if _plain():
         return reference.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF)
-    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
     return ragged.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
 
 
@@ -159,9 +179,11 @@ def expert_ffn(
         raise ConfigError(f"expert_ffn: {total} rows of experts, but x has {x_RD.shape[0]} and order_R={order_R}")
     row_R = torch.arange(total, device=x_RD.device) if order_R is None else order_R
     rows = Sorted(row_R, row_R, offset_E)
+    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
+    if (mx := _mx_operands(x_RD, gate_up_E2FD, down_EDF)) is not None:
+        return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R)
     if _plain():
         return reference.moe_ffn(x_RD, rows, x_RD.new_ones(x_RD.shape[0], 1), gate_up_E2FD, down_EDF)
-    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
     return ragged.moe_ffn(x_RD, rows, None, gate_up_E2FD, down_EDF, slots)
 
 
