@@ -31,6 +31,7 @@ from .mesh import Mesh, World
 from .optimizer import FlatAdamW
 from .overflow import Overflow
 from .pipeline import Pipeline
+from .precision import ExpertCaches, check_shape
 from .stages import part_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Learner:
             raise ConfigError("denominator 'constant' needs constant_length on the objective")
         if self.config.bias_rate and not shape.selection_bias:
             raise ConfigError(f"bias_rate={self.config.bias_rate} needs a model with ModelConfig.selection_bias=True")
+        if self.config.precision == "mxfp8":
+            check_shape(shape)
         self.mesh = Mesh.make(self.config, shape, world)
         self.world = self.mesh.world
         part = part_of(self.config, shape, self.mesh.pp.rank, self.mesh.ep.rank)
@@ -96,6 +99,8 @@ class Learner:
             bucket.master.copy_(bucket.param if bucket.zero == 0 else bucket.param[bucket.start : bucket.stop])
         for buffer in self._buffers().values():
             self.mesh.dp.broadcast(buffer)
+        behind = {n: (b.param, b.master) for b in self.gradients.buckets for n in b.params}
+        self.caches = ExpertCaches(model, behind=behind) if self.config.precision == "mxfp8" else None
         self.optimizer = FlatAdamW(self.gradients, self.config)
         self.pipeline = Pipeline(self.config, shape, self.mesh.pp, next(model.parameters()).dtype, model.device)
         self.overflow = Overflow(model, self.config, self.mesh.ep)
@@ -143,6 +148,8 @@ class Learner:
             clipped = self.optimizer.step(self.updates, found.norm)
             self._move_bias()
             self.updates += 1
+            if self.caches is not None:
+                self.caches.rebuild()
         else:
             self.skipped += 1
         seconds, wire = self._wall(time.perf_counter() - t0)

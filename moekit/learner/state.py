@@ -141,6 +141,8 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
         for kind, targets in wanted.items():
             there.read(kind, targets, names=buffers if kind == "buffer" else dict(whole.named_parameters()))
         learner.optimizer.refresh()
+        if learner.caches is not None:
+            learner.caches.rebuild()
         if len(manifest["random"]) == learner.world.size:
             _set_random_state(manifest["random"][learner.world.rank])
         learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
