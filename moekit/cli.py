@@ -12,26 +12,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from . import __version__, errors
-from .config import (
-    DataConfig,
-    Denominator,
-    Dtype,
-    Elide,
-    FilterConfig,
-    Granularity,
-    LearnerConfig,
-    OverLong,
-    Recompute,
-    RouterLossConfig,
-    RowKind,
-    Schedule,
-    SFTConfig,
-    Zero,
-)
-from .errors import JobError, MoekitError
+from . import __version__
+from .config import Config, DataConfig, Dtype, FilterConfig, LearnerConfig, Recompute, RouterLossConfig, SFTConfig, Zero
+from .errors import ConfigError, JobError, MoekitError
+
+C = TypeVar("C", bound=Config)
 
 EPILOG = """\
 examples:
@@ -66,19 +53,49 @@ examples:
   moekit evaluate --model runs/first --task spell_backward --items 50
 """
 
-
-LAYOUT = {  # of LearnerConfig
-    "ep": "expert-parallel processes: experts are split over them",
-    "pp": "pipeline processes: layers are split over them",
-    "pipeline": "the pipeline's schedule",
-    "stages_per_rank": "pipeline stages of a process, with --pipeline interleaved or zbv",
-    "zero": "0: optimizer state on every process; 1: sharded; 2: sharded, gradients reduce-scattered",
-    "reduce": "with --zero 2: reduce gradients once a step, or after every microbatch to save memory",
-    "dispatch": "how rows reach experts of other processes",
-    "transport": "of --dispatch rowwise",
-    "capacity": "rows of a rowwise buffer, as a multiple of its balanced share",
-    "on_overflow": "when a rowwise buffer is too small: run the step again synchronized, drop rows, or stop",
-    "recompute": "activations computed again in the backward to save memory",
+SFT_OPTIONS = {  # fields of SFTConfig and of the configs in it: type, choices and default are the field's
+    "training": {
+        "steps": "optimizer steps",
+        "batch_rows": "rows of one step, over all processes",
+        "microbatch_rows": "rows of one forward pass",
+        "lr": "peak learning rate",
+        "schedule": "of the learning rate",
+        "warmup_steps": "linear warm-up",
+        "weight_decay": "of matrices",
+        "clip_norm": "largest gradient norm; 0 = no limit",
+        "dtype": "of the weights",
+        "seed": "of the order of rows, and of a preset's weights",
+    },
+    "rows": {
+        "rows": "how conversations become rows",
+        "length": "tokens of a row",
+        "over_long": "what happens to conversations longer than a row",
+    },
+    "loss": {
+        "supervise": "learn the assistant's turns only, or every token",
+        "denominator": "what the sum of token losses is divided by; global_tokens is exact for any cut",
+        "constant_length": "tokens of a sequence, for --denominator constant",
+        "balance": "coefficient of the load-balance loss",
+        "granularity": "over what the balance loss pools its statistics",
+        "elide": "expert rows that are skipped because they cannot reach the loss",
+    },
+    "layout (see `moekit layouts`)": {
+        "ep": "expert-parallel processes: experts are split over them",
+        "pp": "pipeline processes: layers are split over them",
+        "pipeline": "the pipeline's schedule",
+        "stages_per_rank": "pipeline stages of a process, with --pipeline interleaved or zbv",
+        "zero": "0: optimizer state on every process; 1: sharded; 2: sharded, gradients reduce-scattered",
+        "reduce": "with --zero 2: reduce gradients once a step, or after every microbatch to save memory",
+        "dispatch": "how rows reach experts of other processes",
+        "transport": "of --dispatch rowwise",
+        "capacity": "rows of a rowwise buffer, as a multiple of its balanced share",
+        "on_overflow": "when a rowwise buffer is too small: run the step again synchronized, drop rows, or stop",
+        "recompute": "activations computed again in the backward to save memory",
+    },
+    "checkpoints": {
+        "save_every": "steps between checkpoints (default: only the last)",
+        "keep_checkpoints": "how many stay",
+    },
 }
 
 
@@ -100,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"moekit {__version__}")
     commands = whole.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], short: str, use: str, epilog: str = "") -> Any:
+    def command(name: str, run: Callable[..., int | None], short: str, use: str, epilog: str = "") -> Any:
         p = commands.add_parser(
             name, help=short, description=f"{short[:1].upper()}{short[1:]}.", epilog=epilog, formatter_class=_Help,
             usage=f"moekit {name} {use}",
@@ -111,10 +128,21 @@ def parser() -> argparse.ArgumentParser:
 
     _sft_options(command("sft", _sft, "fine-tune a model on chats, on one process or many",
                          "--model MODEL --data DATA [--out RUN] [--nproc N] [options]", SFT_EPILOG))  # fmt: skip
-    _generate_options(command("generate", _generate, "let a model answer prompts",
-                              "--model MODEL --prompt TEXT [options]", GENERATE_EPILOG))  # fmt: skip
-    _evaluate_options(command("evaluate", _evaluate, "score a model on held-out chats",
-                              "--model MODEL (--data DATA | --task TASK) [options]", EVALUATE_EPILOG))  # fmt: skip
+    p = command("generate", _generate, "let a model answer prompts", "--model MODEL --prompt TEXT [options]",
+                GENERATE_EPILOG)  # fmt: skip
+    g = _answer_options(p, "prompts", 128)
+    g.add_argument("--prompt", action="append", default=[], help="a user's message; may be given several times")
+    g.add_argument("--data", help="chats to answer, as for `moekit sft`; their last answer is left out")
+    g.add_argument("--system", help="a system message to begin with")
+    g.add_argument("--json", action="store_true", help="one JSON object a line: messages and answer")
+    p = command("evaluate", _evaluate, "score a model on held-out chats",
+                "--model MODEL (--data DATA | --task TASK) [options]", EVALUATE_EPILOG)  # fmt: skip
+    g = _answer_options(p, "questions", 64)
+    g.add_argument("--data", help="held-out chats, as for `moekit sft`; the last answer of each is the right one")
+    g.add_argument("--task", help="held-out questions of a reasoning-gym task instead")
+    g.add_argument("--items", type=int, help="at most so many (default: all of --data, 100 of --task)")
+    g.add_argument("--show", type=int, default=3, help="answers to print")
+    g.add_argument("--json", action="store_true", help="everything as one JSON object")
     p = command("report", _report, "draw a run as one HTML page in its folder", "RUN [--interactive]")
     p.add_argument("run_folder", metavar="RUN", help="a run folder, such as runs/first")
     p.add_argument("--interactive", action="store_true", help="figures that zoom; the page grows by 5 MB")
@@ -123,15 +151,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("path", metavar="PATH", help="a checkpoint, or a folder with some: the newest is taken")
     p = command("doctor", _doctor, "say what this machine has and what will run on it", "[--runs RUNS]")
     p.add_argument("--runs", default="runs", help="the folder of the runs to list")
-    _layout_options(command("layouts", _layouts, "list the layouts that a model and a number of processes allow, with "
-                            "predicted memory and wire bytes", "--world N --model MODEL [options]"))  # fmt: skip
+    p = command("layouts", _layouts, "list the layouts that a model and a number of processes allow, with predicted "
+                "memory and wire bytes", "--world N --model MODEL [options]")  # fmt: skip
+    p.add_argument("--world", type=int, required=True, help="processes, on all nodes together")
+    p.add_argument("--model", required=True, help="a Hugging Face folder (its config.json is read), or a preset")
+    p.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of the weights")
+    p.add_argument("--zero", type=int, choices=get_args(Zero), default=2,
+                   help="0 replicates the optimizer's state; 1 shards it; 2 reduce-scatters gradients too")  # fmt: skip
+    p.add_argument("--recompute", choices=get_args(Recompute), default="none", help="activations given up")
+    p.add_argument("--length", type=int, help="tokens of a row (default: 4096, or the model's longest if less)")
+    p.add_argument("--microbatch-rows", type=int, default=1, help="rows of one forward pass of a process")
+    p.add_argument("--batch-rows", type=int, help="rows of one step (default: one microbatch for each process)")
+    p.add_argument("--json", action="store_true", help="the table as JSON, in bytes")
     p = command("check-layouts", _check_layouts, "prove that every layout gives one gradient, of a tiny model or "
                 "of your own weights and rows", "[--model MODEL [--data DATA]] [--world 2,4] [options]")  # fmt: skip
     p.add_argument("--model", help="a Hugging Face folder, or a preset (default: a tiny model made for this)")
     p.add_argument("--data", help="chats, as for `moekit sft`: the first rows are used, cut short")
-    p.add_argument(
-        "--world", type=_counts, metavar="N,N", help="numbers of processes (default: 2,4,8 if memory allows)"
-    )
+    says = "numbers of processes (default: 2,4,8 if memory allows)"
+    p.add_argument("--world", type=_counts, metavar="N,N", help=says)
     p.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="of weights and arithmetic")
     p.add_argument("--steps", type=int, default=3, help="optimizer steps")
     p.add_argument("--figure", metavar="PATH.html", help="draw differences and bytes on the wire into a page")
@@ -145,13 +182,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _sft_options(p: argparse.ArgumentParser) -> None:
-    d, learner, rows = SFTConfig("", ""), LearnerConfig(), DataConfig()
     g = p.add_argument_group("model and data")
     g.add_argument("--model", required=True, help="a Hugging Face folder (OLMoE, Qwen3-MoE, Mixtral), or a preset")
     g.add_argument("--data", required=True, help="chats: a .jsonl or .parquet file, or a folder of `datasets`")
     g.add_argument("--tokenizer", help="a tokenizer folder with a chat template (default: the model's)")
-    g.add_argument("--supervise", choices=("response", "all"), default=rows.supervise,
-                   help="learn the assistant's turns only, or every token")  # fmt: skip
     g = p.add_argument_group("run")
     g.add_argument("--out", help="run folder (default: a new one under runs/)")
     g.add_argument("--nproc", type=int, default=1, help="processes, one GPU each where there are GPUs")
@@ -165,121 +199,60 @@ def _sft_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--detach", action="store_true", help="start and return; the job outlives this shell")
     g.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     g.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
-    g = p.add_argument_group("training")
-    g.add_argument("--steps", type=int, default=d.steps, help="optimizer steps")
-    g.add_argument("--batch-rows", type=int, default=d.batch_rows, help="rows of one step, over all processes")
-    g.add_argument("--microbatch-rows", type=int, default=d.microbatch_rows, help="rows of one forward pass")
-    g.add_argument("--lr", type=float, default=learner.lr, help="peak learning rate")
-    g.add_argument("--schedule", choices=get_args(Schedule), default=learner.schedule, help="of the learning rate")
-    g.add_argument("--warmup-steps", type=int, default=learner.warmup_steps, help="linear warm-up")
-    g.add_argument("--weight-decay", type=float, default=learner.weight_decay, help="of matrices")
-    g.add_argument("--clip-norm", type=float, default=learner.clip_norm, help="largest gradient norm; 0 = no limit")
-    g.add_argument("--dtype", choices=get_args(Dtype), default=d.dtype, help="of the weights")
-    g.add_argument("--seed", type=int, default=d.seed, help="of the order of rows, and of a preset's weights")
-    g = p.add_argument_group("rows")
-    g.add_argument("--rows", choices=get_args(RowKind), default=rows.rows, help="how conversations become rows")
-    g.add_argument("--length", type=int, default=rows.length, help="tokens of a row")
-    g.add_argument("--over-long", choices=get_args(OverLong), default=rows.over_long,
-                   help="what happens to conversations longer than a row")  # fmt: skip
-    g.add_argument("--filter", action="store_true", help="remove instances in which a short pattern repeats on and on")
-    g = p.add_argument_group("loss")
-    g.add_argument("--denominator", choices=get_args(Denominator), default=d.denominator,
-                   help="what the sum of token losses is divided by; global_tokens is exact for any cut")  # fmt: skip
-    g.add_argument("--constant-length", type=int, help="tokens of a sequence, for --denominator constant")
-    g.add_argument("--balance", type=float, default=learner.router.balance, help="coefficient of the load-balance loss")
-    g.add_argument("--z-loss", type=float, default=learner.router.z, help="coefficient of the router z-loss")
-    g.add_argument("--granularity", choices=get_args(Granularity), default=learner.router.granularity,
-                   help="over what the balance loss pools its statistics")  # fmt: skip
-    g.add_argument("--elide", choices=get_args(Elide), default=learner.elide,
-                   help="expert rows that are skipped because they cannot reach the loss")  # fmt: skip
-    g = p.add_argument_group("layout (see `moekit layouts`)")
-    for name, text in LAYOUT.items():
-        value = getattr(learner, name)
-        g.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text,
-                       choices=get_args(get_type_hints(LearnerConfig)[name]) or None)  # fmt: skip
-    g = p.add_argument_group("checkpoints")
-    g.add_argument("--save-every", type=int, help="steps between checkpoints (default: only the last)")
-    g.add_argument("--keep-checkpoints", type=int, default=d.keep_checkpoints, help="how many stay")
-    g.add_argument("--no-export", action="store_true", help="do not write a Hugging Face folder at the end")
+    configs = (DataConfig(), RouterLossConfig(), LearnerConfig(), SFTConfig("", ""))
+    groups = {}
+    for title, options in SFT_OPTIONS.items():
+        groups[title] = p.add_argument_group(title)
+        for name, text in options.items():
+            config = next(c for c in configs if hasattr(c, name))
+            value, hint = getattr(config, name), get_type_hints(type(config))[name]
+            groups[title].add_argument(
+                f"--{name.replace('_', '-')}", type=get_args(hint)[0] if value is None else type(value), default=value,
+                choices=get_args(hint) if get_origin(hint) is Literal else None, help=text,
+            )  # fmt: skip
+    says = "remove instances in which a short pattern repeats on and on"
+    groups["rows"].add_argument("--filter", action="store_true", help=says)
+    groups["loss"].add_argument("--z-loss", type=float, default=0.0, dest="z", help="coefficient of the router z-loss")
+    says = "do not write a Hugging Face folder at the end"
+    groups["checkpoints"].add_argument("--no-export", action="store_true", help=says)
 
 
-def _model_options(p: argparse.ArgumentParser) -> None:
+def _answer_options(p: argparse.ArgumentParser, title: str, most: int) -> Any:
+    """What all commands that let a model answer share; returns the group `title`, for what is to be answered."""
     g = p.add_argument_group("model")
     g.add_argument("--model", required=True, help="a Hugging Face folder, a checkpoint, or a run folder")
     g.add_argument("--tokenizer", help="a tokenizer folder with a chat template (default: the model's)")
     g.add_argument("--dtype", choices=get_args(Dtype), help="of the weights (default: as stored)")
     g.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1, ...")
-
-
-def _answer_options(p: argparse.ArgumentParser, most: int) -> None:
-    g = p.add_argument_group("answers")
+    asked, g = p.add_argument_group(title), p.add_argument_group("answers")
     g.add_argument("--max-new-tokens", type=int, default=most, help="the most tokens of an answer")
     g.add_argument("--temperature", type=float, default=0.0, help="0 = always the most likely token")
     g.add_argument("--seed", type=int, default=0, help="of the sampling")
     g.add_argument("--batch", type=int, default=32, help="prompts answered together")
+    return asked
 
 
-def _generate_options(p: argparse.ArgumentParser) -> None:
-    _model_options(p)
-    g = p.add_argument_group("prompts")
-    g.add_argument("--prompt", action="append", default=[], help="a user's message; may be given several times")
-    g.add_argument("--data", help="chats to answer, as for `moekit sft`; their last answer is left out")
-    g.add_argument("--system", help="a system message to begin with")
-    g.add_argument("--json", action="store_true", help="one JSON object a line: messages and answer")
-    _answer_options(p, 128)
+def _config(cls: type[C], o: argparse.Namespace, **given: Any) -> C:
+    """A config of the options that bear its fields' names, and of what is `given` instead."""
+    return cls(**{name: getattr(o, name) for name in get_type_hints(cls) if hasattr(o, name)} | given)
 
 
-def _evaluate_options(p: argparse.ArgumentParser) -> None:
-    _model_options(p)
-    g = p.add_argument_group("questions")
-    g.add_argument("--data", help="held-out chats, as for `moekit sft`; the last answer of each is the right one")
-    g.add_argument("--task", help="held-out questions of a reasoning-gym task instead")
-    g.add_argument("--items", type=int, help="at most so many (default: all of --data, 100 of --task)")
-    g.add_argument("--show", type=int, default=3, help="answers to print")
-    g.add_argument("--json", action="store_true", help="everything as one JSON object")
-    _answer_options(p, 64)
-
-
-def _layout_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--world", type=int, required=True, help="processes, on all nodes together")
-    p.add_argument("--model", required=True, help="a Hugging Face folder (its config.json is read), or a preset")
-    p.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of the weights")
-    p.add_argument("--zero", type=int, choices=get_args(Zero), default=2,
-                   help="0 replicates the optimizer's state; 1 shards it; 2 reduce-scatters gradients too")  # fmt: skip
-    p.add_argument("--recompute", choices=get_args(Recompute), default="none", help="activations given up")
-    p.add_argument("--length", type=int, help="tokens of a row (default: 4096, or the model's longest if less)")
-    p.add_argument("--microbatch-rows", type=int, default=1, help="rows of one forward pass of a process")
-    p.add_argument("--batch-rows", type=int, help="rows of one step (default: one microbatch for each process)")
-    p.add_argument("--json", action="store_true", help="the table as JSON, in bytes")
-
-
-# ------------------------------------------------------------------ commands
-
-
-def _sft(o: argparse.Namespace) -> int:
+def _sft(o: argparse.Namespace) -> None:
     if o.resume and not o.out:
-        raise errors.ConfigError("--resume needs --out, the folder of the run to go on with")
-    config = SFTConfig(
-        model=o.model, data=o.data, tokenizer=o.tokenizer, steps=o.steps, batch_rows=o.batch_rows,
-        microbatch_rows=o.microbatch_rows, seed=o.seed, denominator=o.denominator, constant_length=o.constant_length,
-        dtype=o.dtype, learner=LearnerConfig(
-            lr=o.lr, schedule=o.schedule, warmup_steps=o.warmup_steps, weight_decay=o.weight_decay,
-            total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None,
-            router=RouterLossConfig(balance=o.balance, z=o.z_loss, granularity=o.granularity), elide=o.elide,
-            **{name: getattr(o, name) for name in LAYOUT},
-        ),
-        rows=DataConfig(length=o.length, rows=o.rows, over_long=o.over_long, supervise=o.supervise, seed=o.seed,
-                        filter=FilterConfig() if o.filter else None),
-        save_every=o.save_every, keep_checkpoints=o.keep_checkpoints, export=not o.no_export,
-        overwrite=o.overwrite, resume=o.resume,
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    learner = _config(
+        LearnerConfig, o, total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None,
+        router=_config(RouterLossConfig, o),
     )  # fmt: skip
+    rows = _config(DataConfig, o, filter=FilterConfig() if o.filter else None)
+    config = _config(SFTConfig, o, out=None, learner=learner, rows=rows, export=not o.no_export)
     from .recipes.job import run_rank, run_sft, table
 
     if "TORCHELASTIC_RUN_ID" in os.environ and "MOEKIT_RUN_FOLDER" not in os.environ:  # torchrun ... -m moekit.cli sft
         summary = run_rank(config, o.out, threads=o.threads, device=o.device)
         if os.environ["RANK"] == "0":
             print(table(summary))
-        return 0
+        return
     pairs = [text.partition("=") for text in o.slurm]
     slurm = {key.replace("-", "_"): {"": not equals, "False": False}.get(value, value) for key, equals, value in pairs}
     summary, job = run_sft(config, out=o.out, nproc=o.nproc, threads=o.threads, device=o.device, detach=o.detach,
@@ -287,16 +260,15 @@ def _sft(o: argparse.Namespace) -> int:
     if summary is None:
         told = job.reason or f"started {job.folder}"
         print(f"{told}; moekit.attach({str(job.folder)!r}) follows, stops or reads it")
-        return 0
-    print(table(summary))
-    return 0
+    else:
+        print(table(summary))
 
 
-def _generate(o: argparse.Namespace) -> int:
+def _generate(o: argparse.Namespace) -> None:
     from .recipes.evaluate import generate, open_model, read_items
 
     if not o.prompt and not o.data:
-        raise errors.ConfigError("nothing to answer: give --prompt or --data")
+        raise ConfigError("nothing to answer: give --prompt or --data")
     chats: list[list[dict[str, Any]]] = [[{"role": "user", "content": p}] for p in o.prompt]
     for item in read_items(o.data) if o.data else []:
         messages = item["messages"]
@@ -313,48 +285,43 @@ def _generate(o: argparse.Namespace) -> int:
             print(answer)
         else:
             print(f"> {chat[-1]['content']}\n{answer}\n")
-    return 0
 
 
-def _evaluate(o: argparse.Namespace) -> int:
+def _evaluate(o: argparse.Namespace) -> None:
     from .data.tasks import make_task
     from .recipes.evaluate import evaluate, open_model, read_items
     from .recipes.job import table
-    from .viz.progress import Progress
 
     if bool(o.data) == bool(o.task):
-        raise errors.ConfigError("give either --data, a file of held-out chats, or --task, the name of a task")
+        raise ConfigError("give either --data, a file of held-out chats, or --task, the name of a task")
     items = read_items(o.data)[: o.items] if o.data else make_task(o.task, "heldout", o.items or 100)
     model, tokenizer = open_model(o.model, o.tokenizer, dtype=o.dtype, device=o.device)
-    with Progress(len(items), "answered", stream=sys.stderr, mode=_mode(sys.stderr)) as progress:
+    with _progress(len(items), "answered") as progress:
         found = evaluate(
             model, tokenizer, items, max_new_tokens=o.max_new_tokens, temperature=o.temperature, seed=o.seed,
             batch=o.batch, told=lambda done, total: progress.update(done),
         )  # fmt: skip
     if o.json:
         print(json.dumps(found, ensure_ascii=False))
-        return 0
+        return
     for a in found["answers"][: o.show]:
         print(f"> {a['question']}\n{a['answer']}\n  wanted: {a['wanted']}  score: {a['score']:g}\n")
     told = {"items": found["items"], "right": f"{found['exact']:.1%}", "mean score": f"{found['score']:.3f}"}
     if len(found["tasks"]) > 1:
         told |= {f"  {name}": f"{t['exact']:.1%} of {t['items']} right" for name, t in found["tasks"].items()}
     print(table(told))
-    return 0
 
 
-def _report(o: argparse.Namespace) -> int:
+def _report(o: argparse.Namespace) -> None:
     from .viz.report import write_report
 
     print(write_report(o.run_folder, interactive=o.interactive))
-    return 0
 
 
-def _checkpoint(o: argparse.Namespace) -> int:
+def _checkpoint(o: argparse.Namespace) -> None:
     from .checkpoint.load import show, verify
 
     print((show if o.what == "show" else verify)(o.path))
-    return 0
 
 
 def _doctor(o: argparse.Namespace) -> int:
@@ -365,23 +332,21 @@ def _doctor(o: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def _layouts(o: argparse.Namespace) -> int:
+def _layouts(o: argparse.Namespace) -> None:
     from .learner.layouts import layout_table, render
     from .recipes.setup import DTYPES, model_shape
 
     table = layout_table(
         model_shape(o.model), o.world, dtype=DTYPES[o.dtype], microbatch_rows=o.microbatch_rows, length=o.length,
-        config=LearnerConfig(zero=o.zero, recompute=o.recompute), batch_rows=o.batch_rows,
+        config=_config(LearnerConfig, o), batch_rows=o.batch_rows,
     )  # fmt: skip
     print(json.dumps(table) if o.json else render(table))
-    return 0
 
 
 def _check_layouts(o: argparse.Namespace) -> int:
     from .recipes.layouts import check_layouts
-    from .viz.progress import Progress
 
-    with Progress(None, "layouts", stream=sys.stderr, mode=_mode(sys.stderr)) as line:
+    with _progress(None, "layouts") as line:
         report = check_layouts(
             o.model, o.data, world_sizes=o.world, dtype=o.dtype, steps=o.steps,
             told=lambda done, total, name: line.update(done, of=total, last=name),
@@ -396,18 +361,16 @@ def _counts(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _demo(o: argparse.Namespace) -> int:
+def _demo(o: argparse.Namespace) -> None:
     from .recipes.demo import demo
 
     demo(o.out, nproc=o.nproc, steps=o.steps)
-    return 0
 
 
-def _mode(stream: Any) -> str:
-    return "terminal" if stream.isatty() else "log"
+def _progress(total: int | None, label: str) -> Any:
+    from .viz.progress import Progress
 
-
-# ------------------------------------------------------------------ the way out
+    return Progress(total, label, stream=sys.stderr, mode="terminal" if sys.stderr.isatty() else "log")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -416,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, "error")
     options = parser().parse_args(arguments)
     try:
-        return options.run(options)
+        return options.run(options) or 0
     except KeyboardInterrupt:
         print("\nmoekit: interrupted", file=sys.stderr)
         return 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -248,7 +249,8 @@ def test_version_and_help(capsys):
 
 def test_every_option_has_help_and_every_default_is_told():
     commands = next(a for a in parser()._actions if a.dest == "command").choices
-    assert set(commands) == {"sft", "generate", "evaluate", "report", "doctor", "layouts", "demo"}
+    names = "sft generate evaluate report checkpoint doctor layouts check-layouts demo"
+    assert set(commands) == set(names.split())
     for name, command in commands.items():
         assert all(a.help for a in command._actions), name
         text = " ".join(command.format_help().split())
@@ -262,21 +264,30 @@ def test_every_option_has_help_and_every_default_is_told():
                 assert told or action.dest == "help", f"{name} {action.option_strings}"
 
 
-def test_a_job_that_fails_on_its_way_is_status_1(place):
-    """A full disk after two steps (a limit on the size of files stands for it): the record of the run stays."""
+def test_a_job_that_fails_on_its_way_is_status_1(run, place):
+    """A disk that is full from step 5 on (a limit on the size of files stands for it): what there was stays.
+
+    Checkpoints are written behind the steps, so that of step 6 is reported by the save after it, and never as done.
+    """
+    folder = place / "runs" / "full"
+    shutil.copytree(run[0], folder)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, -1))"  # a checkpoint is larger
     (place / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '0':\n    {limit}\n")
+    goes_on = ["--save-every", "2", "--balance", "0.01", "--steps", "100", "--resume"]
     done = subprocess.run(
-        [*MOEKIT, *SFT, *SHORT, "--save-every", "2", "--out", "runs/full"],
+        [*MOEKIT, *SFT, *SHORT, *goes_on, "--out", "runs/full"],
         env={**os.environ, "PYTHONPATH": str(place)},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     (place / "sitecustomize.py").unlink()
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "moekit: error: job full failed" in done.stderr and "step_2" in done.stderr, done.stderr
+    assert "moekit: error: job full failed" in done.stderr and "step_6" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    assert list(moekit.open_run("runs/full").metrics.index) == [0, 1]
-    assert list((place / "runs" / "full" / "checkpoints").iterdir()) == []
+    assert list(moekit.open_run("runs/full").metrics.index) == [*range(8)], "the save of step 8 says it, not the last"
+    for step in ("step_2", "step_4"):
+        kept, before = (sorted((f / "checkpoints" / step).iterdir()) for f in (folder, run[0]))
+        assert [p.read_bytes() for p in kept] == [p.read_bytes() for p in before]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
 
 
 def test_interrupting_stops_the_job(place):
