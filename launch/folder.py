@@ -66,18 +66,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
-    """state.json, with a job whose supervisor died silently turned into a failed one.
+    """state.json, with a job whose supervisor died silently turned into a failed one; ConfigError if there is none.
 
-    Args:
-        gone: the caller knows that the supervisor has ended.
-
-    Raises:
-        ConfigError: `folder` holds no run.
+    `gone`: the caller knows that the supervisor has ended.
     """
-    state = read_json(folder / "state.json")
+    path = folder / "state.json"
+    state = read_json(path)
     if state is None:
         time.sleep(0.05)  # it may be the moment in which a full disk has it rewritten
-        state = read_json(folder / "state.json")
+        state = read_json(path)
     if state is None:
         raise ConfigError(f"no run at {folder} (no readable state.json); give the folder of a run, such as runs/<name>")
     if state["state"] in ENDED:
@@ -88,7 +85,7 @@ def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
         return from_ranks(folder, state)
     if not (gone or _supervisor_is_lost(folder, state)):
         return state
-    again = read_json(folder / "state.json") or state  # it may have written its last word between our two looks
+    again = read_json(path) or state  # it may have written its last word between our two looks
     if again["state"] in ENDED:
         return again
     who = f"the supervisor (process {state['pids'].get('supervisor')} on {state['host']})"
@@ -96,7 +93,7 @@ def read_state(folder: Path, gone: bool = False) -> dict[str, Any]:
     lost = f"lost: {who} ended without recording how the job went; {how}"
     state |= {"state": "failed", "ended": time.time(), "reason": lost}
     with suppress(OSError):  # a folder that we may only read: the verdict is ours alone
-        write_json(folder / "state.json", state)
+        write_json(path, state)
     return state
 
 
@@ -126,7 +123,6 @@ def create(
     Everything is written beside the final place first and then moved there, so that neither a full disk nor a crash
     leaves half a run, and `overwrite` loses nothing of the old run unless the new one is ready. Only files that
     moekit writes are removed by `overwrite`; `resume` keeps checkpoints, metrics and logs of the run before.
-
     Raises:
         RunExistsError: the folder exists and both are off, or the run in it is still going.
         StorageError: it cannot be written.
@@ -168,10 +164,11 @@ def _write_new(new: Path, config: dict[str, Any], call: bytes) -> None:
     (new / "call.pkl").write_bytes(call)
     write_json(new / "config.json", config)
     nobody = [None] * config["nproc"] * config.get("nodes", 1)
-    state = {"state": "starting", "reason": "", "host": host_id(), "exit_codes": nobody, "failed_rank": None}
-    state["backend"] = config.get("backend", "local")
-    state |= {"pids": {"supervisor": None, "agent": None, "ranks": nobody}, "stamps": {}}
-    write_json(new / "state.json", state | {"created": time.time(), "started": None, "ended": None})
+    write_json(new / "state.json", {
+        "state": "starting", "reason": "", "host": host_id(), "exit_codes": nobody, "failed_rank": None,
+        "backend": config.get("backend", "local"), "pids": {"supervisor": None, "agent": None, "ranks": nobody},
+        "stamps": {}, "created": time.time(), "started": None, "ended": None,
+    })  # fmt: skip
 
 
 def remove(folder: Path, names: tuple[str, ...] = OWNED) -> None:
@@ -188,9 +185,7 @@ def _refuse_existing(folder: Path, allowed: bool) -> None:
             "resume=True to go on in it"
         )
     if (folder / "state.json").exists() and read_state(folder)["state"] not in ENDED:
-        raise RunExistsError(
-            f"the run in {folder} is still going; stop it first: moekit.attach({str(folder)!r}).stop()"
-        )
+        raise RunExistsError(f"the run in {folder} is still going; end it: moekit.attach({str(folder)!r}).stop()")
 
 
 def _move_into_place(new: Path, folder: Path, replaced: tuple[str, ...]) -> None:

@@ -20,12 +20,9 @@ _NOT_INHERITED = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(JPY|TORCHELASTIC|MOEKIT_RUN)_.*"
 )
 
-# "keep": memory that was freed stays with the process, so the next step does not fault its pages in again. 32 MiB is
-# the largest mmap threshold that every glibc accepts.
-_MALLOC = {
-    "default": {},
-    "keep": {"MALLOC_TRIM_THRESHOLD_": str(1 << 36), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)},
-}
+# Memory that was freed stays with the process, so the next step does not fault its pages in again. 32 MiB is the
+# largest mmap threshold that every glibc accepts.
+_KEEP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 36), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def cpu_count(cgroup_root: str | Path = "/sys/fs/cgroup") -> int:
@@ -98,10 +95,7 @@ def port_is_free(port: int) -> bool:
 
 
 def environment(extra: dict[str, str] | None = None, *, threads: int, malloc: str = "default") -> dict[str, str]:
-    """The environment of a job's processes: this process's, less what belongs to this process, plus the settings.
-
-    Thread counts and malloc settings have to be there before the interpreter starts; `extra` wins over both.
-    """
+    """This process's environment for a job's processes: less what belongs to this one, then settings, then `extra`."""
     made = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     if made.get("MPLBACKEND", "").startswith("module://"):
         del made["MPLBACKEND"]
@@ -110,4 +104,5 @@ def environment(extra: dict[str, str] | None = None, *, threads: int, malloc: st
 
 def process_settings(threads: int, malloc: str = "default") -> dict[str, str]:
     """What has to be in the environment before the interpreter of a rank starts."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} | _MALLOC[malloc]
+    count = str(threads)
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count} | (_KEEP if malloc == "keep" else {})

@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -38,31 +39,29 @@ class LogText(str):
         return str(self)
 
 
-def attach(path: str | Path) -> Job:
-    """The job whose run folder is `path`: running, finished, failed or stopped, by whomever it was submitted.
+def _is_local(said: dict[str, Any]) -> bool:
+    return said.get("backend", "local") == "local"
 
-    Raises:
-        ConfigError: there is no run at `path`.
-    """
+
+def _until(condition: Callable[[], bool], end: float) -> None:
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def attach(path: str | Path) -> Job:
+    """The job whose run folder is `path`, whoever submitted it, running or ended; ConfigError if there is none."""
     folder = Path(path).absolute()
     read_state(folder)
     return Job(folder)
 
 
 class Job:
-    """A job in its run folder. Get one from `moekit.submit` or `moekit.attach`.
-
-    Attributes:
-        folder, name: the run folder, and its name.
-        config: what was asked for (config.json).
-        nproc: how many ranks it has, over all nodes.
-    """
+    """A job in its run folder. Get one from `moekit.submit` or `moekit.attach`."""
 
     def __init__(self, folder: Path, process: subprocess.Popen | None = None):
-        self.folder = folder
-        self.config: dict[str, Any] = read_json(folder / "config.json") or {}
-        self.name = folder.name
-        self.nproc: int = self.config.get("nproc", 0) * self.config.get("nodes", 1)
+        self.folder, self.name = folder, folder.name
+        self.config: dict[str, Any] = read_json(folder / "config.json") or {}  # what was asked for
+        self.nproc: int = self.config.get("nproc", 0) * self.config.get("nodes", 1)  # ranks, over all nodes
         self._last: dict[str, Any] = {}
         self._metrics: list[dict[str, Any]] = []
         self._metrics_offset = 0
@@ -75,8 +74,6 @@ class Job:
         """Waits for our own supervisor, so that it leaves no zombie and waiters need not poll."""
         process.wait()
         self._over.set()
-
-    # What it is doing
 
     def _read(self) -> dict[str, Any]:
         if self._last.get("state") not in ENDED:
@@ -129,9 +126,8 @@ class Job:
                     break
                 if self._own and not self._over.is_set():
                     self._over.wait(min(left, 3600.0))
-                else:
-                    local = self.config.get("backend", "local") == "local"
-                    time.sleep(min(left, _POLL_S if local else 10 * _POLL_S))  # a folder that many hosts share
+                else:  # many hosts share the folder of a job on several nodes
+                    time.sleep(min(left, _POLL_S if _is_local(self.config) else 10 * _POLL_S))
         except KeyboardInterrupt:
             print(f"job {self.name} goes on; job.stop() ends it", file=sys.stderr)
             raise
@@ -139,7 +135,6 @@ class Job:
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """What each rank's function returned, once the job has finished; indexed by rank.
-
         Raises:
             JobError: it failed (with the traceback of the rank that failed first) or was stopped.
             TimeoutError: it has not ended within `timeout` seconds; it goes on.
@@ -172,11 +167,9 @@ class Job:
 
     def logs(self, rank: int | str = 0, lines: int = 40) -> LogText:
         """The last `lines` lines that `rank` printed; `rank` "supervisor" is the log of the job's own processes."""
-        path = self._log_path(rank)
-        if not path.exists():
-            return LogText("")
-        with path.open(errors="backslashreplace") as file:
+        with suppress(FileNotFoundError), self._log_path(rank).open(errors="backslashreplace") as file:
             return LogText("".join(deque(file, maxlen=lines)).removesuffix("\n"))
+        return LogText("")
 
     def _log_path(self, rank: int | str) -> Path:
         return self.folder / "logs" / (f"rank_{rank}.log" if isinstance(rank, int) else f"{rank}.log")
@@ -221,57 +214,49 @@ class Job:
         if state["state"] in ENDED and not self._living(state):
             return state["state"]
         end = time.monotonic() + patience
-        if state.get("backend", "local") != "local":
+        if not _is_local(state):
             told = self._living(state)
             if not slurm.cancel(self.folder) and len(told) < sum(pid is not None for pid in self.pids):
                 raise JobError(f"job {self.name} has ranks on other hosts; end its torchrun there")
-            if state["state"] not in ENDED:  # before its ranks end, for their end would look like a failure
-                state |= {"state": "stopped", "reason": "stopped on request", "ended": time.time()}
-                write_json(self.folder / "state.json", state)
+            self._note_stopped(state, "on request")  # before its ranks end, for their end would look like a failure
         elif state["host"] != host_id():
             raise JobError(f"job {self.name} runs on {state['host']}; stop it there")
-        else:
-            while state["pids"]["supervisor"] is None and not self._over.is_set() and time.monotonic() < end:
-                time.sleep(0.02)  # just submitted
-                state = self._read()
+        else:  # it may be just submitted
+            _until(lambda: self.supervisor_pid is not None or self._over.is_set(), end)
+            state = self._read()
             told = [state["pids"]["supervisor"]]
         for pid in set(told) & set(self._living(state)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        while set(told) & set(self._living(state)) and time.monotonic() < end:
-            time.sleep(0.02)
-        if self._living(state := read_state(self.folder)):
-            self._force(state)
+        _until(lambda: not set(told) & set(self._living(state)), end)
+        state = read_state(self.folder)
+        for pid in (left := self._living(state)):
+            kill_descendants(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left:
+            _until(lambda: not self._living(state), time.monotonic() + 5.0)
+            self._note_stopped(state, "by force")
         return self.state
 
     def _living(self, state: dict[str, Any]) -> list[int]:
         """The processes of the job that still run on this host."""
-        if state["host"] != host_id() and state.get("backend", "local") == "local":
+        if state["host"] != host_id() and _is_local(state):
             return []
         return [int(pid) for pid, start in state["stamps"].items() if is_alive(int(pid), start)]
 
-    def _force(self, state: dict[str, Any]) -> None:
-        for pid in self._living(state):
-            kill_descendants(pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        end = time.monotonic() + 5.0
-        while self._living(state) and time.monotonic() < end:
-            time.sleep(0.02)
+    def _note_stopped(self, state: dict[str, Any], how: str) -> None:
         if state["state"] not in ENDED:
-            state |= {"state": "stopped", "reason": "stopped by force", "ended": time.time()}
+            state |= {"state": "stopped", "reason": f"stopped {how}", "ended": time.time()}
             write_json(self.folder / "state.json", state)
 
     # Showing it
 
     def _facts(self) -> list[tuple[str, str]]:
-        state = self._read()
-        metrics = self.metrics()
-        last = metrics[-1] if metrics else {}
-        facts = [("state", state["state"]), ("ranks", str(self.nproc))]
-        facts += [("elapsed", str(timedelta(seconds=int(self.elapsed))))]
-        if "step/index" in last:
-            facts.insert(1, ("step", f"{last['step/index']:g}"))
+        state, last = self._read(), (self.metrics() or [{}])[-1]
+        step = [("step", f"{last['step/index']:g}")] if "step/index" in last else []
+        facts = [("state", state["state"]), *step, ("ranks", str(self.nproc))]
+        facts.append(("elapsed", str(timedelta(seconds=int(self.elapsed)))))
         shown = [key for key in ("loss/total", "rate/supervised_tokens_s", "lr") if key in last]
         facts += [(key, f"{last[key]:.4g}") for key in shown if isinstance(last[key], int | float)]
         if state["reason"]:

@@ -30,10 +30,8 @@ def first_failure(
     error of a rank's own comes before a collective's, and then the earlier before the later; a death by SIGTERM or
     SIGKILL counts only when the agent had no reason yet to send one (and an unknown one if no SIGTERM was noted).
     Deaths that count are written to ``errors/``, for those ranks could not do it.
-
     Args:
-        deaths: per rank that ended badly, its ``exit_code`` (minus the signal; None = unknown) and the ``time`` it was
-            noticed.
+        deaths: of ranks that ended badly: `exit_code` (minus the signal; None = unknown), and `time` it was noticed.
         clean: all ranks exited with 0, so one that left no result left by ``os._exit``.
     """
     written = {rank: read_json(folder / "errors" / f"rank_{rank}.json") for rank in range(nproc)}

@@ -27,10 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def stamp(pid: int) -> str | None:
-    """The start of process `pid` in a form that no later process with the same id shares; None = no such process.
-
-    A zombie counts as gone: it has ended and only waits to be collected.
-    """
+    """The start of process `pid` in a form that no later process with the same id shares; None = gone, or a zombie."""
     if sys.platform == "linux":
         try:
             # The name field may hold spaces and brackets, so fields are counted from the last bracket.
@@ -74,12 +71,9 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 
 
 def kill_descendants(pid: int | None = None, patience: float = 10.0) -> list[int]:
-    """SIGKILL everything below `pid` until nothing is left; returns the ids of what would not die (normally none).
-
-    One pass is not enough: a process can start another between the look and the kill.
-    """
+    """SIGKILL everything below `pid` until nothing is left; returns the ids of what would not die (normally none)."""
     end = time.monotonic() + patience
-    while left := descendants(pid):
+    while left := descendants(pid):  # one pass is not enough: a process can start another before it is killed
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
@@ -87,13 +81,6 @@ def kill_descendants(pid: int | None = None, patience: float = 10.0) -> list[int
         if time.monotonic() > end:
             return [process.pid for process in descendants(pid)]
     return []
-
-
-def reap() -> None:
-    """Collects adopted orphans that have ended, so that they do not stay as zombies."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _prctl(option: int, value: int) -> bool:

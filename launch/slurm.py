@@ -61,12 +61,11 @@ unset MPLBACKEND
     log = str(folder / "logs" / "supervisor.log").replace("\\", "\\\\").replace("%", "%%")  # % stands for the job's id
     options = {"job_name": folder.name, "nodes": config["nodes"], "ntasks_per_node": 1, "output": log}
     options |= {"open_mode": "append", "no_requeue": True, "cpus_per_task": config["nproc"] * config["threads"]}
-    options |= {name: value for name, value in config["slurm"].items() if name not in ("setup", "submit")}
-    directives = "".join(
-        f"#SBATCH --{name.replace('_', '-')}{'' if value is True else '=' + shlex.quote(str(value))}\n"
-        for name, value in options.items()
-        if value is not False
-    )
+    directives = ""
+    for name, value in (options | config["slurm"]).items():
+        if value is not False and name not in ("setup", "submit"):
+            directives += f"#SBATCH --{name.replace('_', '-')}"
+            directives += "\n" if value is True else f"={shlex.quote(str(value))}\n"
     (folder / "job.sbatch").write_text(f"""\
 #!/bin/bash
 {directives}
@@ -83,10 +82,8 @@ exec srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_C
 
 def send(folder: Path, env: dict[str, str]) -> None:
     """Hands the batch script to ``sbatch`` and keeps the id of the Slurm job in ``slurm_job``.
-
     Raises:
-        BackendError: no ``sbatch`` here, or it refused; the script stays and can be submitted by hand.
-    """
+        BackendError: no ``sbatch`` here, or it refused; the script stays and can be submitted by hand."""
     try:
         said = _run("sbatch", str(folder / "job.sbatch"), env=env)
     except BackendError as error:

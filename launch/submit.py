@@ -7,6 +7,7 @@ import functools
 import importlib.machinery
 import importlib.metadata
 import inspect
+import itertools
 import json
 import linecache
 import os
@@ -42,25 +43,11 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
 def submit(
-    fn: Callable[..., Any],
-    *args: Any,
-    nproc: int = 1,
-    nodes: int = 1,
-    backend: str = "local",
-    name: str | None = None,
-    runs: str | Path = "runs",
-    detach: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    env: dict[str, str] | None = None,
-    threads: int | None = None,
-    timeout: float = 600.0,
-    device: str = "auto",
-    malloc: str = "default",
-    port: int | None = None,
-    slurm: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> Job:
+    fn: Callable[..., Any], *args: Any, nproc: int = 1, nodes: int = 1, backend: str = "local", name: str | None = None,
+    runs: str | Path = "runs", detach: bool = False, overwrite: bool = False, resume: bool = False,
+    env: dict[str, str] | None = None, threads: int | None = None, timeout: float = 600.0, device: str = "auto",
+    malloc: str = "default", port: int | None = None, slurm: dict[str, Any] | None = None, **kwargs: Any,
+) -> Job:  # fmt: skip
     """Runs ``fn(*args, **kwargs)`` in `nproc` fresh processes that are joined by torch.distributed; returns at once.
 
     A function typed in a notebook cell travels by value, with what it uses of the notebook (a module's function by
@@ -89,10 +76,6 @@ def submit(
         slurm: options of sbatch (`{"partition": "gpu", "gpus_per_node": 4}`), "setup": shell lines that run first,
             "submit": False to write the script only.
         args, kwargs: for `fn`. A keyword that `submit` has itself has to be bound with functools.partial.
-
-    Returns:
-        The `Job`, running or about to.
-
     Raises:
         ConfigError: a setting cannot work, or the call cannot be pickled. Nothing was started.
         RunExistsError: the run folder exists. Nothing was touched.
@@ -182,10 +165,8 @@ def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
                 "open files, locks, generators and connections have to be made inside the function"
             ) from error
     if len(call) > _LARGE_CALL:
-        size = (
-            f"{function} and its arguments take {len(call) >> 20} MB, which every rank reads and the run folder keeps"
-        )
-        warnings.warn(f"{size}; give the path of large data instead", stacklevel=3)
+        told = f"{function} and its arguments take {len(call) >> 20} MB, which every rank reads and the run folder "
+        warnings.warn(told + "keeps; give the path of large data instead", stacklevel=3)
     path = [os.path.abspath(entry) for entry in sys.path]
     return pickle.dumps({"cwd": os.getcwd(), "sys_path": path, "sources": _typed_sources(), "call": call})
 
@@ -193,9 +174,8 @@ def _pack(fn: Any, args: tuple, kwargs: dict[str, Any], function: str) -> bytes:
 def _ranks_can_import(module: ModuleType) -> bool:
     """Whether a fresh interpreter with our sys.path would find this very module under its name."""
     path, spec = None, None
-    parts = module.__name__.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _find(".".join(parts[:depth]), path)
+    for name in itertools.accumulate(module.__name__.split("."), "{}.{}".format):
+        spec = _find(name, path)
         if spec is None:
             return False
         path = spec.submodule_search_locations

@@ -4,10 +4,9 @@
 
     whoever called submit --> supervisor --> agent (torch elastic) --> rank 0, rank 1, ...
 
-The supervisor imports no torch, so it is there within 0.1 s and is too small to be what the system kills when memory
-runs out. It looks ten times a second at three things: its submitter (gone = the notebook kernel ended, in whatever
-way; a detached job has none), the agent, and SIGTERM (= `Job.stop`). In each case it ends the whole tree below it and
-writes the last state. It adopts orphans, so what a killed rank leaves behind is ended too.
+The supervisor imports no torch, so it is there within 0.1 s and too small to be what the system kills when memory runs
+out. Ten times a second it looks at its submitter (gone = the kernel ended; a detached job has none), the agent, and
+SIGTERM (= `Job.stop`). In each case it ends the whole tree below it, orphans included, and writes the last state.
 
 The agent runs `torch.distributed.launcher.api.elastic_launch`: rendezvous on a port of its own, no restarts. When
 its supervisor is gone it ends all ranks and itself; ranks die with the agent. So no single kill leaves a process.
@@ -65,7 +64,9 @@ class _Supervisor:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             changes = {"state": "failed", "reason": "the supervisor failed; see logs/supervisor.log"}
         left = kill_descendants()
-        processes.reap()
+        with suppress(ChildProcessError):  # adopted orphans that have ended shall not stay as zombies
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if left:
             changes["reason"] = f"{changes.get('reason', '')} (processes {left} could not be killed)"
         shutil.rmtree(self.folder / "logs" / "elastic", ignore_errors=True)

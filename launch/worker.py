@@ -34,21 +34,17 @@ from .processes import die_with_parent, host_id, leave, stamp
 
 @dataclass(frozen=True)
 class Here:
-    """Where this code runs: `rank` of `world` processes, `local_rank` on its host, its device, its run folder.
-
-    `device` is "cpu" or "cuda:<index>"; `folder` is None outside of a job.
-    """
+    """Where this code runs: `rank` of `world` processes, `local_rank` on its host, its device, its run folder."""
 
     rank: int
     world: int
     local_rank: int
-    device: str
-    folder: Path | None
+    device: str  # "cpu" or "cuda:<index>"
+    folder: Path | None  # None outside of a job
 
 
 def here() -> Here:
     """This process's place in its job; in a plain process the only rank of one.
-
     >>> here().world
     1
     """
@@ -101,10 +97,7 @@ def _tell(folder: Path, rank: int, phase: str) -> None:
 
 
 def _live(folder: Path, rank: int) -> None:
-    """Touches this rank's file, and ends this rank when another has failed.
-
-    torchrun gives a rank that hangs 30 s, and for ever when it is on another node.
-    """
+    """Touches this rank's file, and ends this rank when another failed (torchrun would take 30 s, or never do it)."""
     ends = iter((signal.SIGTERM, signal.SIGKILL))
     while True:
         time.sleep(HEARTBEAT_S)
@@ -211,22 +204,17 @@ def _is_knock_on(error: BaseException | None) -> bool:
 
 
 def _store_error(folder: Path, rank: int, error: BaseException) -> None:
-    when = time.time()
-    text = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
-    print(text, file=sys.stderr, flush=True)
-    knock_on = "torch" in sys.modules and _is_knock_on(error)
-    values = {"rank": rank, "type": type(error).__name__, "message": str(error), "traceback": text}
-    try:
-        write_json(folder / "errors" / f"rank_{rank}.json", values | {"time": when, "knock_on": knock_on})
-    except OSError:
-        traceback.print_exc()
-
-
-def _user_frames(tb: Any) -> Any:
-    """The traceback from the user's first frame on, when there is one."""
+    said = {"rank": rank, "type": type(error).__name__, "message": str(error), "time": time.time()}
+    tb = error.__traceback__  # shown from the user's first frame on, when there is one
     while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__ and tb.tb_next is not None:
         tb = tb.tb_next
-    return tb
+    said["traceback"] = "".join(traceback.format_exception(type(error), error, tb))
+    print(said["traceback"], file=sys.stderr, flush=True)
+    said["knock_on"] = "torch" in sys.modules and _is_knock_on(error)
+    try:
+        write_json(folder / "errors" / f"rank_{rank}.json", said)
+    except OSError:
+        traceback.print_exc()
 
 
 def _leave() -> None:
