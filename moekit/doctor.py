@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from .errors import MoekitError
 from .measure.files import existing
@@ -61,18 +62,15 @@ class Report:
 def report(runs: str | Path = "runs") -> Report:
     """Look at everything; print what comes back, or read its `sections`, `warnings`, `missing` and `exit_code`.
     Args: `runs`: the folder that holds the run folders of this project."""
-    found = Report()
-    for title, look in {
-        "Versions": _versions,
-        "Backends": _backends,
-        "CPU and memory": lambda _: _cpu(),
-        "Allocator and threads": lambda _: _settings(),
-        "GPUs": _gpus,
-        "Storage": lambda r: _storage(r, Path(runs)),
-        "Runs": lambda _: _runs(Path(runs)),
-    }.items():
+    found, place = Report(), Path(runs)
+    looks: dict[str, tuple[Any, ...]] = {
+        "Versions": (_versions, found), "Backends": (_backends, found), "CPU and memory": (_cpu,),
+        "Allocator and threads": (_settings,), "GPUs": (_gpus, found), "Storage": (_storage, found, place),
+        "Runs": (_runs, place),
+    }  # fmt: skip
+    for title, (look, *arguments) in looks.items():
         try:
-            found.sections[title] = look(found)
+            found.sections[title] = look(*arguments)
         except Exception as error:  # noqa: BLE001 (one unreadable corner of a machine must not hide the rest)
             found.sections[title] = [("could not be read", f"{type(error).__name__}: {error}")]
     return found
@@ -100,12 +98,11 @@ def _versions(found: Report) -> list[tuple[str, str]]:
         required = {name: "" for name in ("torch", "numpy", "transformers", "safetensors", "cloudpickle")}
         found.warnings.append("moekit is not installed, only on the path: run `pip install -e .` for worker processes")
     for name in [*required, *(n for n in TESTED if n not in required)]:
-        tested = TESTED.get(name)
         wanted = required.get(name) or name
         try:
             have = importlib.metadata.version(name)
-            same = tested is None or have.split("+")[0] == tested
-            rows.append((name, have if same else f"{have} (tested with {tested})"))
+            same = have.split("+")[0] == TESTED.get(name, have.split("+")[0])
+            rows.append((name, have if same else f"{have} (tested with {TESTED[name]})"))
             if not _fits(have, required.get(name, "")):
                 found.missing.append(f"package {wanted}: {have} is installed")
         except importlib.metadata.PackageNotFoundError:
@@ -154,8 +151,9 @@ def _cpu() -> list[tuple[str, str]]:
     from .measure.machine import processor
 
     flags = set(processor("(?:flags|Features)").split())
-    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
-    fast = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if name in flags]
+    told = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve")
+    known = [name for name in told if name in flags]
+    fast = [name for name in known if "bf16" in name]
     slow = "no instructions for it: float32 is usually faster here"
     memory, limit = psutil.virtual_memory(), Path("/sys/fs/cgroup/memory.max")
     total = f"{size(memory.total)} total, {size(memory.available)} free"
@@ -164,7 +162,7 @@ def _cpu() -> list[tuple[str, str]]:
     return [
         ("model", processor()),
         ("cores", f"{psutil.cpu_count(False)} physical, {os.cpu_count()} logical, {cpu_count()} usable here"),
-        ("instructions", ", ".join(n for n in known if n in flags) or "unknown"),
+        ("instructions", ", ".join(known) or "unknown"),
         ("bfloat16", f"in hardware ({', '.join(fast)})" if fast else slow),
         ("memory", total),
     ]

@@ -26,11 +26,10 @@ class Outputs(Protocol):
 
 @dataclass(frozen=True)
 class Terms:
-    """Loss terms of one microbatch, one per labelled position (`unit="token"`)."""
+    """Loss terms of one microbatch, one per labelled position."""
 
     loss_M: Tensor  # differentiable, not yet divided by anything
     sums: dict[str, Tensor] = field(default_factory=dict)  # extra scalars; the learner sums them and divides by U
-    unit: str = "token"
 
 
 class Objective(Protocol):
