@@ -152,7 +152,7 @@ def make_dispatcher(config: LearnerConfig, ep: World, experts: int) -> Dispatche
         return SyncDispatcher(ep, experts)
     name, why = str(config.transport), "as configured"
     if name == "auto":
-        near, cuda = one_host(places(ep)), ep.device.type == "cuda"
+        near, cuda = one_host(places(ep)), ep.cuda
         name = ("symmetric" if cuda else "shared_memory") if near else "padded"
         why = f"{'CUDA' if cuda else 'CPU'} ranks on {'one host' if near else 'several hosts, or without /dev/shm'}"
     dispatcher = RowwiseDispatcher(ep, experts, name, config.capacity)

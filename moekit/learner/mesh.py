@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -153,6 +154,11 @@ class World:
             dist.barrier(group=self.group)
 
     @property
+    def cuda(self) -> bool:
+        """Whether the ranks compute on GPUs; numbers of the host may travel by gloo even then (cpu:gloo,cuda:nccl)."""
+        return self.size > 1 and "nccl" in dist.get_backend(self.group)
+
+    @property
     def device(self) -> torch.device:
         """Where small tensors for a collective must live."""
         if self.size > 1 and dist.get_backend(self.group) == "nccl":
@@ -188,12 +194,14 @@ class Mesh:
         alone = World(wire=world.wire)
         if world.size == 1:
             return Mesh(world, alone, alone, alone, alone, alone)
+        if world.group is not dist.group.WORLD:
+            raise ConfigError(
+                f"a learner takes all {dist.get_world_size()} ranks of torch.distributed or one, not a group of "
+                f"{world.size}; start as many processes as the layout has ranks"
+            )
         dp = world.size // config.pp
-        kind = "cuda" if world.device.type == "cuda" else "cpu"
-        dense = init_device_mesh(kind, (config.pp, dp), mesh_dim_names=("pp", "dp"))
-        expert = init_device_mesh(
-            kind, (config.pp, dp // config.ep, config.ep), mesh_dim_names=("pp", "expert_dp", "ep")
-        )
+        dense = _device_mesh(world.group, world.device.type, pp=config.pp, dp=dp)
+        expert = _device_mesh(world.group, world.device.type, pp=config.pp, expert_dp=dp // config.ep, ep=config.ep)
 
         def axis(mesh: DeviceMesh, name: str) -> World:
             size = mesh[name].size()
@@ -203,12 +211,24 @@ class Mesh:
         if shape.tied_head and config.pp > 1 and config.pipeline != "zbv":
             for at in range(dp):  # every rank makes every group, in one order
                 ranks = [at, (config.pp - 1) * dp + at]
-                group = dist.new_group(ranks)
+                group = _group(world.group, *ranks)
                 if world.rank in ranks:
                     tie = World(ranks.index(world.rank), 2, group, world.wire)
         return Mesh(
             world, axis(dense, "pp"), axis(dense, "dp"), axis(expert, "expert_dp"), axis(expert, "ep"), tie
         )  # fmt: skip
+
+
+@cache
+def _device_mesh(world: Any, kind: str, **axes: int) -> DeviceMesh:
+    """Made once in a `world`: a process group holds threads and sockets, and torch frees them only with the world."""
+    return init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+@cache
+def _group(world: Any, *ranks: int) -> Any:
+    """Likewise."""
+    return dist.new_group(list(ranks))
 
 
 def place(config: LearnerConfig, rank: int, world: int) -> tuple[int, int]:

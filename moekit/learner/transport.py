@@ -217,8 +217,8 @@ class SharedMemory(Transport):
 
     def __init__(self, ep: World):
         super().__init__(ep)
-        if ep.device.type != "cpu":
-            raise ConfigError(f"transport='shared_memory' is for CPU processes, not {ep.device}; use 'padded'")
+        if ep.cuda:
+            raise ConfigError("transport='shared_memory' is for CPU processes, not for GPUs; use 'padded'")
         if not one_host(found := places(ep)):
             raise ConfigError(
                 f"transport='shared_memory' needs all {ep.size} expert-parallel ranks on one host with {FOLDER}; "
@@ -308,9 +308,9 @@ class Symmetric(Padded):
     name = "symmetric"
 
     def __init__(self, ep: World):
-        if ep.device.type != "cuda":
+        if not ep.cuda:
             raise BackendError(
-                f"transport='symmetric' needs CUDA (torch symmetric memory has no form for {ep.device.type}); "
+                "transport='symmetric' needs CUDA (torch symmetric memory has no form for cpu); "
                 "use 'shared_memory' between processes of a host, or 'padded'"
             )
         super().__init__(ep)

@@ -187,8 +187,20 @@ def test_the_dispatcher_of_a_configuration(monkeypatch):
         assert r["made rowwise"] == ("RowwiseDispatcher", "rowwise, shared_memory: CPU ranks on one host")
     for module in (dispatch, transport):
         monkeypatch.setattr(module, "places", lambda ep: ["a/1", "b/1"])
-    monkeypatch.setattr(World, "device", torch.device("cpu"))
+    monkeypatch.setattr(World, "cuda", False)
     made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
     assert made.explain.startswith("rowwise, padded: CPU ranks on several hosts")
     with pytest.raises(ConfigError, match="one host.*transport='padded'"):
         make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise", transport="shared_memory"), World(0, 2), 8)
+    monkeypatch.setattr(World, "cuda", True)
+    made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
+    assert made.explain.startswith("rowwise, padded: CUDA ranks on several hosts")
+    with pytest.raises(ConfigError, match="not for GPUs.*'padded'"):
+        make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise", transport="shared_memory"), World(0, 2), 8)
+
+
+def test_ranks_on_gpus_are_known_by_their_process_group(monkeypatch):
+    """The launcher's group is cpu:gloo,cuda:nccl: rows are on GPUs, numbers of the host still go by gloo."""
+    for backend, cuda, kind in (("cpu:gloo,cuda:nccl", True, "cpu"), ("gloo", False, "cpu")):
+        monkeypatch.setattr("torch.distributed.get_backend", lambda group, backend=backend: backend)
+        assert World(0, 2).cuda == cuda and World(0, 2).device.type == kind
