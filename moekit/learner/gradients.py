@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Slot:
 
     def __init__(self, bucket: Bucket, span: Span):
         self.bucket, self.span, self.filled = bucket, span, False
+        self.hook: Any = None  # the parameter's, which fills this
 
     @property
     def view(self) -> Tensor:
@@ -173,6 +175,7 @@ class Gradients:
     def __init__(self, model: Transformer, config: LearnerConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
         names = [(n, p) for n, p in model.named_parameters() if p.requires_grad][::-1]  # as gradients come
+        self.frozen = {n: (p, *_whole(model, n, p)) for n, p in model.named_parameters() if not p.requires_grad}
         families: dict[Family, list[tuple[str, nn.Parameter]]] = {}
         for name, p in names:
             tied = mesh.tie.size > 1 and name == "embed.weight"
@@ -182,21 +185,30 @@ class Gradients:
             for some in _groups(items, LARGEST[config.reduce]):
                 spans, at = [], 0
                 for name, p in some:
-                    whole = (model.config.experts, *p.shape[1:]) if family.expert else tuple(p.shape)
-                    base = model.part.experts[0] * p[0].numel() if family.expert else 0
-                    spans.append(Span(name, at, p.shape, whole, base))
+                    spans.append(Span(name, at, p.shape, *_whole(model, name, p)))
                     at += -(-p.numel() // ALIGN) * ALIGN
-                ranks = mesh.expert_dp if family.expert else mesh.dp
-                self.buckets.append(Bucket(family, some, spans, ranks, config.zero))
+                self.buckets.append(Bucket(family, some, spans, self.ranks(some[0][0]), config.zero))
         order = {name: at for at, (name, _) in enumerate(names)}
         self.buckets.sort(key=lambda b: max(order[n] for n in b.params))  # as they become whole in a backward
         self.eager = config.reduce == "microbatch"
         self._next = 0
-        self._hooks = []
         for bucket in self.buckets:
             for slot, p in zip(bucket.slots, bucket.params.values()):
-                p.grad_slot = slot  # type: ignore[attr-defined]
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._drain))
+                if (before := getattr(p, "grad_slot", None)) is not None:  # an earlier learner's, and its memory
+                    before.hook.remove()
+                p.grad_slot, slot.hook = slot, p.register_post_accumulate_grad_hook(self._drain)  # type: ignore
+
+    def ranks(self, name: str) -> World:
+        """The ranks that hold the same part of a parameter."""
+        return self.mesh.expert_dp if is_expert(name) else self.mesh.dp
+
+    def held(self, owned: bool = False) -> list[tuple[Piece, Tensor]]:
+        """What is held of frozen parameters, flat; `owned` = over the world every element once."""
+        return [
+            (Piece(n, whole, base, base + p.numel()), p.data.view(-1))
+            for n, (p, whole, base) in self.frozen.items()
+            if not (owned and (self.ranks(n).rank or (n == "embed.weight" and self.mesh.tie.rank)))
+        ]
 
     # ------------------------------------------------------------------ one step
     def start(self) -> None:
@@ -267,11 +279,17 @@ class Gradients:
 
     def close(self) -> None:
         """Give the parameters back to plain autograd."""
-        for hook in self._hooks:
-            hook.remove()
         for bucket in self.buckets:
-            for p in bucket.params.values():
+            for slot, p in zip(bucket.slots, bucket.params.values()):
+                slot.hook.remove()
                 del p.grad_slot  # type: ignore[attr-defined]
+
+
+def _whole(model: Transformer, name: str, p: Tensor) -> tuple[tuple[int, ...], int]:
+    """Shape of the whole parameter, and the place in it, seen flat, of what is held here."""
+    if not is_expert(name):
+        return tuple(p.shape), 0
+    return (model.config.experts, *p.shape[1:]), model.part.experts[0] * p[0].numel()
 
 
 def _groups(items: list[tuple[str, nn.Parameter]], largest: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

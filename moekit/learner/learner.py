@@ -22,6 +22,7 @@ from ..data.batch import Batch, Flat
 from ..errors import ConfigError, DataError
 from ..measure.cost import rates, step_flops
 from ..measure.tokens import RowCounter
+from ..model.transformer import check
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
@@ -99,6 +100,8 @@ class Learner:
             bucket.master.copy_(bucket.param if bucket.zero == 0 else bucket.param[bucket.start : bucket.stop])
         for buffer in self._buffers().values():
             self.mesh.dp.broadcast(buffer)
+        for piece, frozen in self.gradients.held():
+            self.gradients.ranks(piece.name).broadcast(frozen)
         behind = {n: (b.param, b.master) for b in self.gradients.buckets for n in b.params}
         self.caches = ExpertCaches(model, behind=behind) if self.config.precision == "mxfp8" else None
         self.optimizer = FlatAdamW(self.gradients, self.config)
@@ -127,7 +130,7 @@ class Learner:
             Metrics by ``group/name``, the same on every rank; counts, rates and bytes are summed over ranks.
 
         Raises:
-            DataError: a token id outside the vocabulary. Raised before any work.
+            DataError: a token, label or position outside the model's range, on all ranks. Raised before any work.
             CapacityError: more rows than a buffer holds, with on_overflow="raise". Nothing has moved.
         """
         t0 = time.perf_counter()
@@ -143,7 +146,7 @@ class Learner:
                 found = replace(self._attempt(flats, counts, record, replay), need=found.need, used=found.used)
         commit = counts.supervised > 0 and math.isfinite(found.loss) and math.isfinite(found.norm)
         clipped = False
-        self.counter.all_reduce(self.world.group if self.world.size > 1 else None)
+        self.counter.all_reduce(self.world.group, alone=self.world.size == 1)
         if commit:
             clipped = self.optimizer.step(self.updates, found.norm)
             self._move_bias()
@@ -195,7 +198,8 @@ class Learner:
 
         def forward(place: int, x_ND: Tensor | None, i: int) -> Tensor:
             nonlocal loss
-            x, routes = self._stage(place, x_ND, flats[i], router, self.counter, replay[i] if replay else None)
+            given = replay[i] if replay and flats[i].rows else None
+            x, routes = self._stage(place, x_ND, flats[i], router, self.counter, given)
             if record:
                 self._record(i, place, routes)
             if self.model.part.stages[place][1] < self.model.config.layers:
@@ -205,6 +209,8 @@ class Learner:
             weight = token_weights(flats[i], counts, self.denominator, self.constant_length)
             value = (terms.loss_M * weight.to(terms.loss_M.dtype)).sum()
             loss += value.detach()
+            if not value.requires_grad:  # router losses, and other ranks' experts, wait for this backward all the same
+                value = value + out.logprob_M[:0].sum()
             if pooled:
                 balance = balance_hf(out.routes or [], flats[i], c.scope)
                 router.values["balance"].append(balance.detach())
@@ -249,17 +255,17 @@ class Learner:
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
         """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing)."""
-        vocab = self.model.config.vocab
-        flats = [b.flat for b in batches]
-        problem = ""
-        for f in flats:
-            if f.positions and not 0 <= int(f.ids_N.min()) <= int(f.ids_N.max()) < vocab:
-                low, high = int(f.ids_N.min()), int(f.ids_N.max())
-                problem = f"token ids from {low} to {high}, but the model's vocabulary has {vocab} entries"
+        flats, problem = list[Flat](), ""
+        try:
+            for b in batches:
+                check(b.flat, self.model.config)
+                flats.append(b.flat)
+        except DataError as error:
+            problem = f"rank {self.world.rank}: {error}"
         # all ranks learn of a bad batch before the first collective of the step, or the others would wait for ever
-        rounds, bad = self.world.max_list([len(flats), bool(problem)])
+        rounds, bad = self.world.max_list([len(batches), bool(problem)])
         if bad:
-            raise DataError(problem or "another rank got token ids outside the model's vocabulary")
+            raise DataError("; ".join(p for p in self.world.gather(problem) if p))
         if len(flats) < rounds:
             template = batches[0] if batches else Batch.make(torch.zeros(1, 2, dtype=torch.long))
             flats += [template.empty().flat] * (int(rounds) - len(flats))

@@ -43,6 +43,7 @@ class FlatAdamW:
             master = torch.nn.Parameter(bucket.master, requires_grad=True)  # shares storage
             self.masters.append((bucket, master))
             groups.append({"params": [master], "weight_decay": config.weight_decay if bucket.family.decay else 0.0})
+        groups = groups or [{"params": []}]  # of a stage without anything to train
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.lr = 0.0
 
@@ -76,6 +77,8 @@ class FlatAdamW:
                 for kind, pieces in out.items():
                     flat = bucket.master if kind == "master" else self.adamw.state[master][kind]
                     pieces.extend(bucket.pieces(flat))
+        held = self.gradients.held(owned=True)  # a frozen parameter is its own master
+        out["master"] += [(piece, t.to(torch.promote_types(t.dtype, torch.float32))) for piece, t in held]
         return out
 
     def wanted(self, updates: int) -> dict[str, list[tuple[Piece, Tensor]]]:

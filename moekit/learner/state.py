@@ -23,6 +23,7 @@ from ..model.transformer import Transformer
 
 if TYPE_CHECKING:
     from .learner import Learner
+    from .mesh import World
 
 Pieces = list[tuple[Piece, Tensor]]
 
@@ -41,7 +42,7 @@ def owned(learner: Learner, kind: str) -> Pieces:
                 flat = b.param if b.zero == 0 else b.param[b.start : b.stop]
             assert flat is not None, "there is no gradient before the first step"
             out.extend(b.pieces(flat))
-        return out
+        return out + (learner.gradients.held(owned=True) if kind == "parameter" else [])
     return learner.optimizer.state(learner.updates).get(kind, [])
 
 
@@ -110,13 +111,18 @@ def save(learner: Learner, folder: str | Path, extra: dict[str, Any] | None, *, 
         )
     except Exception as e:  # noqa: BLE001 (all ranks must learn of it, or they would wait for ever)
         problem = e
+    _agree(world, problem, f"{folder} was not written")
+    assert saving is not None
+    return saving
+
+
+def _agree(world: World, problem: Exception | None, what: str) -> None:
+    """Raise on all ranks if one has a problem, or the others would wait for it for ever."""
     told = world.gather(None if problem is None else f"rank {world.rank}: {problem}")
     if problem is not None:
         raise problem
     if any(told):
-        raise CheckpointError(f"{folder} was not written: " + "; ".join(t for t in told if t))
-    assert saving is not None
-    return saving
+        raise CheckpointError(f"{what}: " + "; ".join(t for t in told if t))
 
 
 def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
@@ -128,25 +134,36 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: broken files, parameters missing or unknown, a checkpoint of another model shape.
     """
+    problem, manifest = None, {}
+    try:
+        manifest = _read(learner, folder)
+    except Exception as e:  # noqa: BLE001 (a rank reads what it wants, so one alone may find damage)
+        problem = e
+    _agree(learner.world, problem, f"{folder} was not read")
+    learner.optimizer.refresh()
+    if len(manifest["random"]) == learner.world.size:
+        _set_random_state(manifest["random"][learner.world.rank])
+    learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
+    return manifest["extra"]
+
+
+def _read(learner: Learner, folder: str | Path) -> dict[str, Any]:
+    """Masters, moments and buffers of this rank, from the files; returns the manifest."""
     with open_checkpoint(folder) as there:
-        manifest = there.manifest
-        theirs, ours = manifest["model"], _plain(learner.model.config.to_dict())
+        theirs, ours = there.manifest["model"], _plain(learner.model.config.to_dict())
         if theirs != ours:
             differ = [f"{k} is {theirs.get(k)!r} there, {ours[k]!r} here" for k in ours if theirs.get(k) != ours[k]]
             raise CheckpointError(f"{folder} is of another model: {', '.join(differ)}")
-        wanted = learner.optimizer.wanted(manifest["updates"])
+        wanted = learner.optimizer.wanted(there.manifest["updates"])
         wanted["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()]
         whole = Transformer(learner.model.config, device="meta", seed=None)
-        buffers = {n for n, _ in whole.named_buffers()}
-        for kind, targets in wanted.items():
-            there.read(kind, targets, names=buffers if kind == "buffer" else dict(whole.named_parameters()))
-        learner.optimizer.refresh()
-        if learner.caches is not None:
-            learner.caches.rebuild()
-        if len(manifest["random"]) == learner.world.size:
-            _set_random_state(manifest["random"][learner.world.rank])
-        learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
-        return manifest["extra"]
+        names = dict.fromkeys(wanted, {n for n, _ in whole.named_parameters()})
+        names["buffer"] = {n for n, _ in whole.named_buffers()}
+        for kind, targets in wanted.items():  # parameters that another rank holds, or nobody trained, have no moments
+            known = names[kind] if kind in ("master", "buffer") else names[kind] & there.names(kind).keys()
+            there.read(kind, targets, names=known)
+        there.read("master", learner.gradients.held(), names=names["master"], cast=True)
+        return there.manifest
 
 
 def _plain(value: Any) -> Any:

@@ -172,14 +172,14 @@ class RowCounter:
 
     # ---- sums ----
 
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> RowCounter:
+    def all_reduce(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> RowCounter:
         """Replace the counts by their sum over ranks, with one collective for everything, and fill `ranks`.
 
-        Does nothing but fill `ranks` without torch.distributed. Returns self. Calling it twice raises `ConfigError`.
+        Does nothing but fill `ranks` if `alone`, or without torch.distributed. Twice is a `ConfigError`. Returns self.
         """
         if self.reduced:
             raise ConfigError("this RowCounter is summed over ranks already; call reset() first")
-        live = dist.is_available() and dist.is_initialized()
+        live = not alone and dist.is_available() and dist.is_initialized()
         world, rank = (dist.get_world_size(group), dist.get_rank(group)) if live else (1, 0)
         keys = sorted(self.measures)
         self.reduced = True

@@ -325,10 +325,14 @@ class Transformer(nn.Module):
         if replay is not None and len(replay) != len(self.config.moe_layers):
             raise ConfigError(f"replay has {len(replay)} layers of routes, the model {len(self.config.moe_layers)}")
         if flat.ids_N.is_cpu:  # on a GPU this would be a host read
-            vocab = self.config.vocab
-            _within("token", flat.ids_N, vocab, "use the tokenizer that belongs to this model")
-            _within("label", flat.label_M, vocab, "use the tokenizer that belongs to this model")
-            _within("position", flat.position_N, self.config.max_positions, "make shorter rows, or split documents")
+            check(flat, self.config)
+
+
+def check(flat: Flat, config: ModelConfig) -> None:
+    """Raise `DataError` for a token, label or position that the model does not have."""
+    _within("token", flat.ids_N, config.vocab, "use the tokenizer that belongs to this model")
+    _within("label", flat.label_M, config.vocab, "use the tokenizer that belongs to this model")
+    _within("position", flat.position_N, config.max_positions, "make shorter rows, or split documents")
 
 
 def _within(name: str, values: Tensor, limit: int, remedy: str) -> None:

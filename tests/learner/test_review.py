@@ -1,0 +1,250 @@
+"""Defects found by reading the learner against its own rules: one failing case each, on processes that really exist.
+
+This file is its own worker: `python test_review.py RANK SIZE FOLDER` runs every case of a world of that size.
+"""
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moekit.config import LearnerConfig, RouterLossConfig
+from moekit.data.batch import Batch
+from moekit.errors import CheckpointError, ConfigError, DataError
+from moekit.learner.learner import Learner
+from moekit.learner.mesh import Mesh, World
+from moekit.learner.weights import from_checkpoint
+from moekit.model.presets import preset
+from moekit.model.transformer import Transformer
+from moekit.objectives.base import Terms
+from moekit.objectives.sft import SFT
+
+MODEL = replace(preset("tiny"), vocab=23, max_positions=16)
+ROUTER = RouterLossConfig(balance=0.1, z=0.01)
+CONFIG = LearnerConfig(lr=0.01, router=ROUTER)
+F64 = torch.float64
+
+
+def rows(seed: int, n: int = 1, length: int = 8) -> list[Batch]:
+    g = torch.Generator().manual_seed(seed)
+    return Batch.make(torch.randint(0, MODEL.vocab, (n, length), generator=g)).split(1)
+
+
+def made(config=CONFIG, world=None, dtype=F64, model=MODEL, objective=None, frozen=(), seed=0) -> Learner:
+    one = Transformer(model, dtype=dtype, seed=seed)
+    for name, p in one.named_parameters():
+        p.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
+    return Learner(one, objective or SFT(), config, world)
+
+
+def unlabelled() -> Batch:
+    batch = rows(3)[0]
+    return Batch.make(batch.input_ids, labels=torch.full_like(batch.input_ids, -100))
+
+
+def constant_when_empty(flat, out) -> Terms:
+    """What a cell may well contain: no label, no graph."""
+    return Terms(-out.logprob_M if flat.label_index_M.numel() else torch.zeros(0, dtype=F64))
+
+
+def raised(kind, call) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+# ------------------------------------------------------------------ cases; each is called by every rank of 2
+
+
+def alone_in_a_world(rank: int, folder: Path) -> dict:
+    """A learner of one process inside a world of two counts its own rows, and waits for nobody."""
+    metrics = made(world=World()).step(rows(0, 1 + 2 * rank))
+    return {"tokens": metrics["tokens/supervised"], "want": 7 * (1 + 2 * rank)}
+
+
+def part_of_a_world(rank: int, folder: Path) -> str:
+    both = dist.new_group([0, 1])
+    return raised(ConfigError, lambda: Mesh.make(CONFIG, MODEL, World(rank, 2, both)))
+
+
+def many_learners(rank: int, folder: Path) -> list[int]:
+    """Open files after the first and after the tenth mesh."""
+    found = []
+    for _ in range(10):
+        Mesh.make(replace(CONFIG, pp=2), replace(MODEL, tied_head=True))
+        Mesh.make(replace(CONFIG, ep=2), MODEL)
+        found.append(len(os.listdir("/proc/self/fd")))
+    return [found[0], found[-1]]
+
+
+def bad_batches(rank: int, folder: Path) -> list[str]:
+    """A label, and a position, that the model does not have, on rank 1 only."""
+    good, one = rows(0)[0], made(replace(CONFIG, ep=2))
+    label, position = good.labels.clone(), good.position.clone()
+    label[0, 2], position[0, 2] = 99, 77
+    bad = [replace(good, labels=label), replace(good, position=position)]
+    return [
+        raised(DataError, lambda b=b, call=call: call([b if rank else good]))
+        for b in bad for call in (one.step, one.evaluate)
+    ]  # fmt: skip
+
+
+def no_graph_on_one_rank(rank: int, folder: Path) -> dict:
+    found = {}
+    for name, objective in (("sft", SFT()), ("constant", constant_when_empty)):
+        one = made(replace(CONFIG, ep=2), objective=objective)
+        one.step([unlabelled()] if rank else rows(0))
+        found[name] = one.gradient()
+    return found
+
+
+def short_replay(rank: int, folder: Path) -> list[float]:
+    """Routes for this rank's own microbatches, of which rank 1 has fewer."""
+    one = made(replace(CONFIG, ep=2))
+    batches = rows(0, 2 - rank)
+    one.step(batches, record=True)
+    routes = [[layers[i] for i in MODEL.moe_layers] for layers in one.routes[: len(batches)]]
+    again = made(replace(CONFIG, ep=2)).step(batches, replay=routes)
+    return [again["loss/total"], made(replace(CONFIG, ep=2)).step(batches)["loss/total"]]
+
+
+def damaged(rank: int, folder: Path) -> str:
+    """A file of which only one rank reads the damaged block."""
+    one = made(replace(CONFIG, ep=2))
+    path = one.save(folder / "damaged").path
+    if rank == 0:
+        file = next(path.glob("rank_00001*"))
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+    one.world.barrier()
+    return raised(CheckpointError, lambda: one.restore(path))
+
+
+def frozen_parts(rank: int, folder: Path) -> dict:
+    """Embedding, router and experts frozen in bf16, seeded apart; trained, saved, restored elsewhere and to a model."""
+    found = {}
+    for at, layout in enumerate((CONFIG, replace(CONFIG, ep=2, zero=1), replace(CONFIG, pp=2, zero=0))):
+        frozen = ("embed", "layers.0.moe") if layout.pp == 1 else ("embed", "layers.0.", "layers.1.")
+        model = MODEL if layout.pp == 1 else replace(MODEL, layers=4)
+        one = made(layout, dtype=torch.bfloat16, frozen=frozen, seed=rank if layout.pp == 1 else 0, model=model)
+        before = one.gathered("parameter")
+        held = {n: p.detach().clone() for n, p in one.model.named_parameters()}
+        for step in range(2):
+            one.step(rows(step + 2 * rank if layout.pp == 1 else step))
+        path = one.save(folder / f"frozen_{at}").path
+        again = made(layout, dtype=torch.bfloat16, frozen=frozen, seed=7, model=model)
+        again.restore(path)
+        whole = dict(from_checkpoint(path).named_parameters())
+        after = one.gathered("parameter")
+        equal = lambda a, b: all(torch.equal(a[n], b[n]) for n in a) and a.keys() == b.keys()
+        found[at] = {
+            "frozen stay": all(torch.equal(p, before[n]) for n, p in after.items() if n.startswith(frozen)),
+            "others move": all(not torch.equal(p, before[n]) for n, p in after.items() if not n.startswith(frozen)),
+            "sum": float(held["embed.weight"].double().sum()) if "embed.weight" in held else None,
+            "restored": equal(again.gathered("parameter"), after),
+            "moments": equal(again.gathered("exp_avg"), one.gathered("exp_avg")),
+            "model": equal(whole, after),
+            "next": again.step(rows(9))["loss/total"] == one.step(rows(9))["loss/total"],
+        }
+    return found
+
+
+CASES = [
+    alone_in_a_world, part_of_a_world, many_learners, bad_batches, no_graph_on_one_rank, short_replay, damaged,
+    frozen_parts,
+]  # fmt: skip
+
+
+@functools.cache
+def results() -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        ranks = [subprocess.Popen([sys.executable, __file__, str(r), "2", folder], env=env) for r in range(2)]
+        try:
+            assert [p.wait(timeout=200) for p in ranks] == [0, 0]
+        finally:
+            for p in ranks:
+                p.kill()
+        return [pickle.loads(Path(folder, f"rank_{r}.pkl").read_bytes()) for r in range(2)]
+
+
+def both(case) -> list:
+    return [r[case.__name__] for r in results()]
+
+
+def test_a_learner_alone_in_a_world_counts_its_own_rows():
+    for got in both(alone_in_a_world):
+        assert got["tokens"] == got["want"]
+
+
+def test_a_part_of_the_world_is_refused():
+    assert all("all 2 ranks" in text for text in both(part_of_a_world))
+
+
+def test_process_groups_are_made_once():
+    assert all(first == last for first, last in both(many_learners))
+
+
+def test_a_bad_batch_on_one_rank_is_an_error_on_all():
+    for texts in both(bad_batches):
+        assert all(texts), texts
+    assert "label 99" in both(bad_batches)[1][0] and "position 77" in both(bad_batches)[1][2]
+
+
+def test_an_objective_without_a_graph_still_gives_router_losses():
+    for got in both(no_graph_on_one_rank):
+        assert all(torch.equal(got["constant"][n], g) for n, g in got["sft"].items())
+
+
+def test_replay_where_ranks_have_different_numbers_of_microbatches():
+    assert all(a == b for a, b in both(short_replay))
+
+
+def test_damage_that_one_rank_finds_is_an_error_on_all():
+    assert all("damaged" in text for text in both(damaged))
+
+
+def test_frozen_parameters_start_equal_stay_and_are_in_the_checkpoint():
+    first, second = both(frozen_parts)
+    for found in (first, second):
+        for one in found.values():
+            assert all(v for k, v in one.items() if k != "sum"), found
+    assert first[0]["sum"] == second[0]["sum"] and first[1]["sum"] == second[1]["sum"]
+
+
+def test_a_second_learner_takes_the_parameters_over():
+    """The first one's hooks, and with them its buckets, are gone; the model trains as before."""
+    import gc
+    import weakref
+
+    one = made()
+    bucket = weakref.ref(one.gradients.buckets[0])
+    again = Learner(one.model, SFT(), CONFIG)
+    del one
+    gc.collect()
+    assert bucket() is None
+    assert again.step(rows(0))["loss/total"] == made().step(rows(0))["loss/total"]
+
+
+def main(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    only = os.environ.get("ONLY")
+    found = {case.__name__: case(rank, Path(folder)) for case in CASES if not only or case.__name__ == only}
+    Path(folder, f"rank_{rank}.pkl").write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
