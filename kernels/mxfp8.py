@@ -64,7 +64,7 @@ class Quantised:
         bits = self.scale.int()
         power = torch.where(bits == 0, 0x400000, bits << 23).view(torch.float32)  # 2^-127 is a float32 subnormal
         power = power.masked_fill(bits == 255, torch.nan)
-        return (self.code.float().unflatten(-1, (-1, BLOCK)) * power.unsqueeze(-1)).flatten(-2)
+        return (self.code.float().unflatten(-1, (bits.shape[-1], BLOCK)) * power.unsqueeze(-1)).flatten(-2)
 
 
 def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
@@ -82,7 +82,7 @@ def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
     """
     if x.shape[-1] % BLOCK or mode not in ("ceil", "floor"):
         raise ValueError(f"quantise: {tuple(x.shape)} along the last axis must be a multiple of {BLOCK}, mode={mode!r}")
-    wide = x.detach().float().contiguous().unflatten(-1, (-1, BLOCK))
+    wide = x.detach().float().contiguous().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
     amax = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # as integers: NaN > infinity > finite
     scale = (amax >> 23) - 8
     if mode == "ceil":

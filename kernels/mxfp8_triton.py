@@ -10,6 +10,8 @@ Axis letters: R rows in expert order, K contraction axis, M outputs, E experts, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -128,7 +130,7 @@ def _launch(x: Tensor, mode: Mode, rows: bool, columns: bool) -> tuple[Quantised
         raise ValueError(f"quantise: {tuple(x.shape)} along the last axis must be a multiple of {BLOCK}, mode={mode!r}")
     x = x.detach() if x.dtype != torch.float64 else x.detach().float()
     *lead, R, K = x.shape
-    flat = x.reshape(-1, R, K)
+    flat = x.reshape(math.prod(lead), R, K)
     tall = -(-R // BLOCK) * BLOCK
 
     def room(height: int, width: int, wanted: bool) -> tuple[Tensor, Tensor]:
