@@ -143,8 +143,9 @@ def difference(learner: Learner, kind: str, want: Any) -> tuple[float, str]:
     sums: dict[str, Tensor] = {}
     for piece, flat in owned(learner, kind):
         x0 = want.get_tensor(f"{kind} {piece.name}").view(-1)[piece.start : piece.stop].double()
-        found = torch.tensor([float((flat.double() - x0).square().sum()), float(x0.square().sum()), float(len(piece))])
-        sums[piece.name] = sums.get(piece.name, torch.zeros(3, dtype=torch.float64)) + found.double()
+        apart, norm = (flat.double() - x0).square().sum(), x0.square().sum()
+        found = torch.stack((apart, norm, torch.tensor(len(piece), dtype=torch.float64)))  # squares: too small for fp32
+        sums[piece.name] = sums[piece.name] + found if piece.name in sums else found
     worst = (0.0, "")
     ranks = learner.world.gather(sums)
     for key in (k for k in want.keys() if k.startswith(kind)):  # noqa: SIM118 (not a mapping)
@@ -227,7 +228,11 @@ def run_cases(work: Work, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """All layouts of one world size, on every rank of it."""
     found = []
     for case in cases:
-        found.append(run_case(work, case, World.current()))
+        try:
+            found.append(run_case(work, case, World.current()))
+        except Exception as error:
+            error.add_note(f"in the layout {case.name!r}")
+            raise
         if here().rank == 0 and (folder := here().folder) is not None:
             with (folder / "layouts.txt").open("a") as file:
                 file.write(f"{case.name}\n")

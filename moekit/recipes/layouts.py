@@ -206,9 +206,9 @@ def check_layouts(
                 )
                 rows += _follow(job, lambda n, last: say(done + n, len(cases) + 1, last))  # noqa: B023
             say(1 + len(rows), len(cases) + 1, some[-1].name)
+        shutil.rmtree(folder, ignore_errors=True)  # kept when a job failed: its logs are there
     finally:
         torch.set_num_threads(threads)
-        shutil.rmtree(folder, ignore_errors=True)
         if line is not None:
             line.close()
     table = [{"layout": c.name, "world": c.world, **row, "problems": _problems(row, reference, dtype)}
@@ -255,6 +255,8 @@ def _cases(
 ) -> tuple[list[Case], dict[str, str]]:
     """The layouts that this model and this machine allow, and why the others are left out."""
     cases, left_out = [], {}
+    if absent := set(worlds or ()) - {fields.get("world") for fields in layouts.values()}:
+        raise ConfigError(f"world_sizes={list(worlds or ())}: no layout has {sorted(absent)} processes; give layouts=")
     free, work = psutil.virtual_memory().available, Microbatch.full(batch.rows, batch.length)
     for name, fields in layouts.items():
         own = {k: v for k, v in fields.items() if k not in ("world", "microbatch_rows")}

@@ -148,7 +148,7 @@ def test_bad_arguments_are_said_before_any_process_starts():
     for arguments, word in (
         ({"dtype": "bfloat16"}, "bfloat16"), ({"steps": 0}, "steps=0"), ({"data": "x.jsonl"}, "tokenizer"),
         ({"layouts": {"odd": {"world": 2, "eb": 2}}}, "odd"), ({"layouts": {"x": {"world": 3, "ep": 2}}}, "ep=2"),
-        ({"world_sizes": [1, 2], "model": "none"}, "none"),
+        ({"world_sizes": [1, 2], "model": "none"}, "none"), ({"world_sizes": [2, 3]}, "3"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=word):
             check_layouts(**arguments)
