@@ -13,8 +13,7 @@ from ..errors import ConfigError
 from ..measure.plan import Held, Microbatch, activation_bytes, storage_bytes, wire_bytes
 from ..model.transformer import Transformer
 from .gradients import is_expert
-from .pipeline import chunks
-from .stages import part_of, plan_stages, stages_of
+from .stages import chunks, part_of, plan_stages, stages_of
 
 
 class Layout(NamedTuple):

@@ -21,7 +21,6 @@ Axis letters: N positions of a microbatch, L positions of the step's largest one
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,33 +30,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from ..config import LearnerConfig, ModelConfig
 from ..data.batch import Flat
 from ..errors import ConfigError, MoekitError
+from .loop import StageFn
 from .mesh import Wire, World
-from .stages import stages_of
-
-
-class StageFn(Protocol):
-    """`(stage_place, x_ND, i)`: this rank's stage `stage_place` on microbatch i.
-
-    `x_ND` is None for the first stage of the pipeline. The last one returns the weighted loss of the microbatch, a
-    scalar; the others hidden states [N, D].
-    """
-
-    def __call__(self, stage_place: int, x_ND: Tensor | None, i: int, /) -> Tensor: ...
-
-
-def chunks(config: LearnerConfig, n: int) -> int:
-    """Microbatches that the schedule runs for n given ones: n, and the idle ones that it needs besides.
-
-    >>> chunks(LearnerConfig(pp=4), 2), chunks(LearnerConfig(pp=2, pipeline="interleaved", stages_per_rank=2), 5)
-    (4, 6)
-    """
-    if config.pp == 1 or config.pipeline == "zbv":
-        return n
-    if config.pipeline == "1f1b":
-        return max(n, config.pp)
-    while n % max(1, n // config.pp):  # torch runs n // pp rounds of equal length
-        n += 1
-    return n
+from .stages import chunks, stages_of
 
 
 class Part(nn.Module):
@@ -189,9 +164,7 @@ class Pipeline:
         self.stages = config.pp * (config.stages_per_rank if config.pp > 1 else 1)
         self._made: dict[bool, tuple[tuple[int, int], list[Part], Callable]] = {}
 
-    def run(
-        self, flats: list[Flat], fn: StageFn, *, backward: bool = True, told: Callable[[], None] | None = None
-    ) -> list[Tensor]:
+    def run(self, flats: list[Flat], fn: StageFn, *, backward: bool = True) -> list[Tensor]:
         """Forward, and backward unless told otherwise, of every microbatch, in the order of the schedule.
 
         Args:
@@ -199,7 +172,6 @@ class Pipeline:
                 differ, down to none.
             fn: see `StageFn`. Gradients arrive where autograd puts them: hooks and `GradSlot`s work.
             backward: False = forward only, without a graph.
-            told: called after each microbatch's backward when there is one stage only (gradients are whole then).
         Returns:
             The losses, detached, one a microbatch, on the rank of the last stage; [] on others.
         Raises:
@@ -209,16 +181,8 @@ class Pipeline:
             largest size of microbatches costs a round of 4-byte messages in which torch's stages agree.
         """
         with torch.set_grad_enabled(backward):
-            if self.pp.size == 1 or not flats:
-                losses = []
-                for i in range(len(flats)):
-                    loss = fn(0, None, i)
-                    if loss.requires_grad:
-                        loss.backward()
-                    if told is not None and backward:
-                        told()
-                    losses.append(loss.detach())
-                return losses
+            if not flats:
+                return []
             n, rows = chunks(self.config, len(flats)), max(1, max(f.positions for f in flats))
             parts, call = self._schedule(n, rows, backward)
             for part in parts:

@@ -74,3 +74,18 @@ def part_of(config: LearnerConfig, shape: ModelConfig, pp_rank: int = 0, ep_rank
     plan = plan_stages(shape, total)
     each = shape.experts // config.ep
     return Part(tuple(plan[s] for s in stages_of(config, pp_rank)), (ep_rank * each, (ep_rank + 1) * each))
+
+
+def chunks(config: LearnerConfig, n: int) -> int:
+    """Microbatches that the schedule runs for n given ones: n, and the idle ones that it needs besides.
+
+    >>> chunks(LearnerConfig(pp=4), 2), chunks(LearnerConfig(pp=2, pipeline="interleaved", stages_per_rank=2), 5)
+    (4, 6)
+    """
+    if config.pp == 1 or config.pipeline == "zbv":
+        return n
+    if config.pipeline == "1f1b":
+        return max(n, config.pp)
+    while n % max(1, n // config.pp):  # torch runs n // pp rounds of equal length
+        n += 1
+    return n

@@ -14,9 +14,10 @@ import torch
 
 from moekit.config import LearnerConfig
 from moekit.errors import ConfigError
+from moekit.learner import loop
 from moekit.learner.mesh import World
-from moekit.learner.pipeline import Part, Pipeline, chunks
-from moekit.learner.stages import stages_of
+from moekit.learner.pipeline import Part, Pipeline
+from moekit.learner.stages import chunks, stages_of
 
 HERE = Path(__file__).parent / "pipelines.py"
 spec = importlib.util.spec_from_file_location("pipelines", HERE)
@@ -127,13 +128,12 @@ def test_idle_microbatches(n, pp, pipeline, want):
 def test_one_rank_is_a_plain_loop():
     """d/dw of w^2 + 3w at 2 is 7; a loss without a graph is let through."""
     w = torch.tensor(2.0, requires_grad=True)
-    pipeline = Pipeline(LearnerConfig(), pipelines.MODEL, World(), torch.float32, "cpu")
     flats = [b.flat for b in pipelines.step(3, 0)]
     terms = [lambda: w * w, lambda: 3 * w, lambda: torch.tensor(1.0)]
-    assert pipeline.run(flats, lambda place, x, i: terms[i]()) == [4.0, 6.0, 1.0]
+    assert loop.run(flats, lambda place, x, i: terms[i]()) == [4.0, 6.0, 1.0]
     assert float(w.grad) == 7.0
-    assert pipeline.run(flats, lambda place, x, i: terms[i](), backward=False) == [4.0, 6.0, 1.0]
-    assert float(w.grad) == 7.0 and pipeline.run([], lambda place, x, i: terms[i]()) == []
+    assert loop.run(flats, lambda place, x, i: terms[i](), backward=False) == [4.0, 6.0, 1.0]
+    assert float(w.grad) == 7.0 and loop.run([], lambda place, x, i: terms[i]()) == []
 
 
 def test_wrong_shapes_are_refused():
