@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,11 @@ from ..model.transformer import check
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
-from . import state
+from . import loop, state
 from .gradients import Gradients
 from .mesh import Mesh, World
 from .optimizer import FlatAdamW
 from .overflow import Overflow
-from .pipeline import Pipeline
 from .precision import ExpertCaches, check_shape
 from .stages import part_of
 
@@ -105,7 +105,12 @@ class Learner:
         behind = {n: (b.param, b.master) for b in self.gradients.buckets for n in b.params}
         self.caches = ExpertCaches(model, behind=behind) if self.config.precision == "mxfp8" else None
         self.optimizer = FlatAdamW(self.gradients, self.config)
-        self.pipeline = Pipeline(self.config, shape, self.mesh.pp, next(model.parameters()).dtype, model.device)
+        self.run: Any = partial(loop.run, told=self.gradients.finish_microbatch)
+        if self.mesh.pp.size > 1:
+            from .pipeline import Pipeline  # torch's schedules take a second to import
+
+            dtype = next(model.parameters()).dtype
+            self.run = Pipeline(self.config, shape, self.mesh.pp, dtype, model.device).run
         self.overflow = Overflow(model, self.config, self.mesh.ep)
         self.counter = RowCounter.of(shape)
         with self.counter.during("recompute"):
@@ -198,8 +203,9 @@ class Learner:
 
         def forward(place: int, x_ND: Tensor | None, i: int) -> Tensor:
             nonlocal loss
-            given = replay[i] if replay and flats[i].rows else None
-            x, routes = self._stage(place, x_ND, flats[i], router, self.counter, given)
+            x, routes = self._stage(
+                place, x_ND, flats[i], router, self.counter, replay[i] if replay and flats[i].rows else None
+            )
             if record:
                 self._record(i, place, routes)
             if self.model.part.stages[place][1] < self.model.config.layers:
@@ -217,7 +223,7 @@ class Learner:
                 value = value + c.balance * balance
             return value
 
-        self.pipeline.run(flats, forward, told=self.gradients.finish_microbatch)
+        self.run(flats, forward)
         self.gradients.finish()
         own = [loss, *(sum(v, torch.zeros((), device=device)) for v in router.values.values())]
         own += [self.gradients.square_norm(), *self.overflow.fullness()]
@@ -312,7 +318,7 @@ class Learner:
                 return loss_M.sum()
 
             with counter.during("evaluate"):
-                self.pipeline.run(flats, forward, backward=False)
+                self.run(flats, forward, backward=False)
             found = sums.tolist()
             return self.world.sum_list(found), self.world.max_list([float(self.overflow.fullness()[0])])[0]
 
