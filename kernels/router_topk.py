@@ -1,7 +1,6 @@
 """Fused choice of experts: scores, the K largest per position, and rows per expert, in one read of the logits.
 
-Only what has no gradient is made here. Gates are gathered from logits by torch, whose autograd knows their gradient.
-
+Only what has no gradient: gates are gathered from the logits by torch, whose autograd knows their gradient.
 Axis letters: N positions, E experts, K experts per position.
 """
 
@@ -23,11 +22,8 @@ def choose(
 
     Args:
         logits_NE: [N, E] float32, E at most 1024.
-        top_k: K, 1 to min(E, 16).
-        gate: "softmax", "sigmoid" or "topk_softmax".
-        bias_E: [E] float32, moves the choice alone.
-        counted_N: [N] bool. Positions that are not counted still choose.
-
+        top_k, gate: K, 1 to min(E, 16); "softmax", "sigmoid" or "topk_softmax".
+        bias_E, counted_N: [E] float32, for the choice alone; [N] bool, and what is not counted still chooses.
     Returns:
         expert_NK int64, distinct within a row, and count_E int64, which sums to K * (counted positions).
 
@@ -80,9 +76,7 @@ def _choose(
     tl.atomic_add(count + e, tl.sum(chosen.to(tl.int64), 0), mask=e < E)
 
 
-_TYPES = {"logits": "*fp32:16", "bias": "*fp32:16", "counted": "*i1:16", "expert": "*i64:16", "count": "*i64:16"}
-AOT = [
-    (f"router_topk E={E} K={K}", _choose, _TYPES | {"N": "i32"},
-     {"E": E, "K": K, "SCORE": 1, "BLOCK_N": TILE // E, "BLOCK_E": E}, 4, 3)
-    for E, K in ((64, 8), (1024, 16))
-]  # fmt: skip
+_TYPES = dict.fromkeys(("logits", "bias"), "*fp32:16") | dict.fromkeys(("expert", "count"), "*i64:16")
+_TYPES |= {"counted": "*i1:16", "N": "i32"}
+_SIZES = [{"E": E, "K": 16, "SCORE": 1, "BLOCK_N": TILE // E, "BLOCK_E": E} for E in (64, 1024)]
+AOT = [(f"router_topk {sizes['E']} experts", _choose, _TYPES, sizes, 4, 3) for sizes in _SIZES]

@@ -1,8 +1,7 @@
 """Rows written to, and read from, the memory of other GPUs by their addresses: one-sided, no collective.
 
 The addresses are those of torch symmetric memory: `torch.tensor(handle.buffer_ptrs, device=...)`, plus the bytes before
-the window. Nothing here waits: a put is seen by its owner after `handle.barrier()`, and a get must come after one.
-
+the window, a multiple of 16. Nothing here waits: a put is seen after `handle.barrier()`, a get must come after one.
 Axis letters: W ranks, R rows sent or fetched, D width.
 """
 
@@ -33,18 +32,13 @@ def get(out_RD: Tensor, peer_W: Tensor, rank_R: Tensor, row_R: Tensor) -> Tensor
 
 
 def _launch(near: Tensor, peer_W: Tensor, rank_R: Tensor, row_R: Tensor, copies: int, fetch: bool) -> None:
-    R, kinds = rank_R.shape[0], {peer_W.dtype, rank_R.dtype, row_R.dtype}
+    R, D, kinds = rank_R.shape[0], near.shape[-1], {peer_W.dtype, rank_R.dtype, row_R.dtype}
     fits = near.dim() == 2 and near.shape[0] * copies == R and rank_R.shape == row_R.shape == (R,)
     if not fits or not near.is_contiguous() or kinds != {torch.int64}:
-        raise ValueError(
-            f"rowwise: rows {tuple(near.shape)} x {copies}, ranks {tuple(rank_R.shape)}, destination rows "
-            f"{tuple(row_R.shape)}, indices {kinds}; needs contiguous [R / copies, D], [R], [R], all int64"
-        )
-    D = near.shape[1]
+        raise ValueError(f"rowwise: {list(near.shape)} x {copies}, {R}; needs contiguous [R / copies, D] and int64 [R]")
     wide = D * near.element_size() % 16 == 0  # all rows begin at 16 bytes, if the buffers do (symmetric memory does)
-    grid = (min(triton.cdiv(R, TILE[0]), PROGRAMS),)
-    args = (near, peer_W.contiguous(), rank_R.contiguous(), row_R.contiguous(), R, D)
-    _move[grid](*args, copies, fetch, wide, *TILE)
+    args = (near, *(t.contiguous() for t in (peer_W, rank_R, row_R)), R, D, copies, fetch, wide, *TILE)
+    _move[(min(triton.cdiv(R, TILE[0]), PROGRAMS),)](*args)
 
 
 @triton.jit
@@ -56,10 +50,9 @@ def _move(
         r = start + tl.arange(0, BLOCK_R)
         at = tl.load(row + r, mask=r < R, other=-1)
         address = tl.load(peer + tl.load(rank + r, mask=at >= 0, other=0), mask=at >= 0, other=0)
-        far = (address + at * D * (near.dtype.element_ty.primitive_bitwidth // 8))[:, None]
-        far = far.to(tl.pointer_type(near.dtype.element_ty))
+        far = address[:, None].to(near.dtype) + at[:, None] * D
         if WIDE:
-            far = tl.multiple_of(far, (16, 1))
+            far = tl.multiple_of(far, (16, 16))
         own = near + (r // COPIES).to(tl.int64)[:, None] * D
         for first in range(0, D, BLOCK_D):
             d = first + tl.arange(0, BLOCK_D)[None, :]
@@ -71,7 +64,5 @@ def _move(
 
 
 _TYPES = {"near": "*bf16:16", "peer": "*i64:16", "rank": "*i64:16", "row": "*i64:16", "R": "i32", "D": "i32:16"}
-AOT = [
-    (name, _move, _TYPES, {"COPIES": c, "FETCH": f, "WIDE": True, "BLOCK_R": TILE[0], "BLOCK_D": TILE[1]}, 4, 3)
-    for name, c, f in (("rowwise put", 8, False), ("rowwise get", 1, True))
-]
+_SIZES = {"WIDE": True, "BLOCK_R": TILE[0], "BLOCK_D": TILE[1]}
+AOT = [(f"rowwise fetch={f}", _move, _TYPES, _SIZES | {"COPIES": 1, "FETCH": f}, 4, 3) for f in (False, True)]

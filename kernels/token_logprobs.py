@@ -2,8 +2,7 @@
 
 The forward keeps, per position and slice of the vocabulary, the running maximum and two sums. The backward makes the
 gradient of the logits anew for one slice of the vocabulary at a time, and leaves the two products to torch's matmul.
-
-Axis letters: M positions, D width, V vocabulary, S slices of the vocabulary.
+Axis letters: M positions, D width, V vocabulary.
 """
 
 from typing import Any
@@ -14,68 +13,57 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # its 16-bit products are wrong: multiply in float32 there
-CHUNK_BYTES = 256 * 2**20  # of the logits' gradient alive at a time
 SLICES = 8  # of the vocabulary in the forward, which keep all programs busy when positions are few
-# M, V and D of a tile, warps, stages: matrix units for 16-bit, plain multiply-adds for float32
-TILES = {"bf16": (128, 128, 64, 8, 3), "fp16": (128, 128, 64, 8, 3), "fp32": (64, 64, 16, 4, 2)}
-KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# name (* = on matrix units); M, V and D of a tile, warps, stages
+TILES = {torch.bfloat16: ("bf16 *", 128, 128, 64, 8, 3), torch.float32: ("fp32", 64, 64, 16, 4, 2)}
 
 
 def token_logprobs(
-    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, *, temperature: float = 1.0, chunk_bytes: int = CHUNK_BYTES
+    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, *, temperature: float = 1.0, chunk_bytes: int = 2**28
 ) -> tuple[Tensor, Tensor]:
     r"""Log-probability of each label and entropy of its distribution, for logits :math:`z = h W^\top / \tau`.
 
     log p = z_y - log sum_v e^{z_v};   H = -sum_v p_v log p_v
 
     Args:
-        hidden_MD, head_VD: [M, D] and [V, D], both float32, bfloat16 or float16; M may be 0.
-        label_M: [M] int64 in [0, V). Not checked: one out of range gives a number without meaning.
-        temperature: tau > 0.
+        hidden_MD, head_VD: both float32 or both bfloat16; M may be 0. The results are [M] float32.
+        label_M: int64 in [0, V). Not checked: one out of range gives a number without meaning.
         chunk_bytes: the most that the backward's gradient of logits may take (one tile of columns at least).
-
-    Returns:
-        log p and H, both [M] float32.
 
     Gradients: of both, to hidden and head: dz_v = g (1[v=y] - p_v) - e p_v (log p_v + H), with g and e the gradients of
     log p and H. dz takes the inputs' dtype; d hidden is added over slices in float32. Equal bits in every run.
-
     Cost: one M x D x V product forward and three backward, of which one is the forward's again.
     """
     shapes, kinds = [list(t.shape) for t in (hidden_MD, head_VD, label_M)], {hidden_MD.dtype, head_VD.dtype}
-    if shapes[0] != [*shapes[2], shapes[1][1]] or len(kinds) > 1 or not kinds <= KINDS.keys() or not temperature > 0:
-        raise ValueError(
-            f"token_logprobs: {shapes}, {kinds}, temperature {temperature}; needs [M, D], [V, D], [M], one dtype of "
-            "float32, bfloat16 and float16, and a positive temperature"
-        )
+    if shapes[0] != [*shapes[2], shapes[1][1]] or len(kinds) > 1 or not kinds <= TILES.keys() or not temperature > 0:
+        need = f"[M, D], [V, D], [M], one dtype of {list(TILES)}, temperature > 0"
+        raise ValueError(f"token_logprobs: {shapes}, {kinds}, temperature {temperature}; needs {need}")
     return _TokenLogprobs.apply(hidden_MD, head_VD, label_M, temperature, chunk_bytes)  # type: ignore[no-any-return]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, head, label, temperature, chunk_bytes):
-        hidden, head, label = hidden.contiguous(), head.contiguous(), label.contiguous()
+        hidden, head, label = (t.contiguous() for t in (hidden, head, label))
         (M, D), V = hidden.shape, head.shape[0]
-        m, v, d, warps, stages = (16, 16, 16, 4, 2) if INTERPRET.value else TILES[KINDS[hidden.dtype]]
+        m, v, d, warps, stages = (16, 16, 16, 4, 2) if INTERPRET.value else TILES[hidden.dtype][1:]
         span = triton.cdiv(V, SLICES * v) * v
         parts = hidden.new_empty(4, triton.cdiv(V, span), M, dtype=torch.float32)
         grid, args = (triton.cdiv(M, m), parts.shape[1]), (hidden, head, label, parts, M, V, D, span, 1.0 / temperature)
         _forward[grid](*args, m, v, d, num_warps=warps, num_stages=stages)
         top, total, spread, own = parts
-        largest = top.amax(0)
-        shift = top - largest  # brings the sums of each slice to the common maximum
-        spread = ((spread + shift * total) * shift.exp()).sum(0)
-        total = (total * shift.exp()).sum(0)
+        shift = top - (largest := top.amax(0))  # brings the sums of each slice to the common maximum
+        spread, total = ((spread + shift * total) * shift.exp()).sum(0), (total * shift.exp()).sum(0)
         lse, entropy = largest + total.log(), total.log() - spread / total
         ctx.save_for_backward(hidden, head, label, lse, entropy)
         ctx.temperature, ctx.chunk_bytes = temperature, chunk_bytes
         return own.sum(0) - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad, grad_entropy):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad, grad_entropy):
         hidden, head, label, lse, entropy = ctx.saved_tensors
         (M, D), V = hidden.shape, head.shape[0]
-        m, v, d, warps, stages = (16, 16, 16, 4, 2) if INTERPRET.value else TILES[KINDS[hidden.dtype]]
+        m, v, d, warps, stages = (16, 16, 16, 4, 2) if INTERPRET.value else TILES[hidden.dtype][1:]
         wide = max(1, ctx.chunk_bytes // (max(M, 1) * hidden.element_size() * v)) * v
         d_hidden = hidden.new_zeros(M, D, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         d_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
@@ -105,9 +93,7 @@ def _logits(hidden, head, m, v, M, V, D, scale, BM: tl.constexpr, BV: tl.constex
 
 
 @triton.jit
-def _forward(
-    hidden, head, label, parts, M, V, D, span, scale, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
-):  # fmt: skip
+def _forward(hidden, head, label, parts, M, V, D, span, scale, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr):
     """Of one slice: the maximum, sum_v e^u, sum_v u e^u with u = z - maximum, and the label's logit if it is here."""
     m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     y = tl.load(label + m, mask=m < M, other=-1)
@@ -152,9 +138,8 @@ def _backward(
 
 _TYPES = dict.fromkeys(("lse", "entropy", "grad", "grad_entropy", "parts"), "*fp32:16") | {"label": "*i64:16"}
 _TYPES |= dict.fromkeys(("D", "span", "start", "width"), "i32:16") | {"M": "i32", "V": "i32", "scale": "fp32"}
-AOT = [
-    (f"logprobs {fn.__name__} {kind}{'' if kind == 'fp32' else ' *'}", fn,
-     _TYPES | dict.fromkeys(("hidden", "head", "dz"), f"*{kind}:16"), {"BM": m, "BV": v, "BD": d}, warps, stages)
-    for kind, (m, v, d, warps, stages) in TILES.items() if kind != "fp16"
-    for fn in (_forward, _backward)
-]  # fmt: skip
+AOT = []
+for kind, m, v, d, *options in TILES.values():
+    types = _TYPES | dict.fromkeys(("hidden", "head", "dz"), f"*{kind[:4]}:16")
+    for name, fn in (("forward", _forward), ("backward", _backward)):
+        AOT.append((f"logprobs {name} {kind}", fn, types, {"BM": m, "BV": v, "BD": d}, *options))
