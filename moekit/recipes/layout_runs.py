@@ -132,7 +132,7 @@ def replicas_agree(learner: Learner) -> bool:
     """Whether all ranks that should hold the same parameters hold the same bits. Every rank calls it."""
     same, mesh = True, learner.mesh
     for b in learner.gradients.buckets:
-        told = hashlib.blake2b(b.param.detach().cpu().view(torch.uint8).numpy()).digest()
+        told = hashlib.blake2b(b.param.detach().cpu().view(torch.uint8).numpy().data).digest()
         for ranks in (b.ranks, mesh.tie) if b.family.tied else (b.ranks,):
             same &= len(set(ranks.gather(told))) == 1
     return all(learner.world.gather(same))
@@ -182,7 +182,7 @@ def _steps(work: Work, case: Case, world: World, path: Path, want: Any, replay: 
         mine = cuts[dp.rank] + [[]] * (max(map(len, cuts)) - len(cuts[dp.rank]))
         parts = [_pick(whole, rows) for rows in mine]
         routes = None
-        if replay:
+        if replay and want is not None:
             told = {i: want.get_tensor(f"routes {step} {i}") for i in layers}
             routes = [[told[i][rows].flatten(0, 1)[p.flat.order_N] for i in layers] for rows, p in zip(mine, parts)]
         with reads if step + 1 == len(work.batches) else nullcontext():  # buffers have their size by then

@@ -64,7 +64,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep 2, sync": _case(2, ep=2),
     "ep 2, rowwise, shared memory": _case(2, ep=2, **SHARED),
     "ep 2, rowwise, padded, recompute moe": _case(2, 1, ep=2, recompute="moe", **PADDED),
-    "ep 2, rowwise, overflow redone": _case(2, ep=2, **SHARED | {"capacity": 0.5}),
+    "ep 2, rowwise, overflow redone": _case(2, ep=2, capacity=0.5, **SHARED),
     "pp 2": _case(2, 1, pp=2),
     "pp 2 interleaved, recompute block": _case(2, **INTERLEAVED, recompute="block"),
     "dp 4, zero 2": _case(4, zero=2),
