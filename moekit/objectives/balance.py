@@ -28,22 +28,18 @@ import torch
 from torch import Tensor
 
 from ..config import RouterLossConfig, Scope
-from ..data.batch import PADDING, SUPERVISED, Flat
+from ..data.batch import Flat
 from ..errors import ConfigError
 
 
-def scope_mask(flat: Flat, scope: Scope) -> Tensor:
-    """``[N]`` bool: the positions that router statistics count."""
-    if scope == "all":
-        return torch.ones_like(flat.class_N, dtype=torch.bool)
-    if scope == "valid":
-        return flat.class_N != PADDING
-    return flat.class_N == SUPERVISED
+def in_scope(flat: Flat, scope: Scope) -> slice | Tensor:
+    """The positions that router statistics count, as an index that the host knows: a mask would be a device read."""
+    return {"all": slice(None), "valid": slice(flat.real), "supervised": flat.label_index_M}[scope]
 
 
 def scope_count(flats: Sequence[Flat], scope: Scope) -> float:
     """This rank's number of positions in scope, shared ones once per child; sum it over ranks for the divisor."""
-    return float(sum(int(f.share_N[scope_mask(f, scope)].sum()) for f in flats))
+    return float(sum(int(f.share_N[in_scope(f, scope)].sum()) for f in flats))
 
 
 def convert_coefficient(value: float, source: str, target: str, top_k: int, layers: int = 1) -> float:
@@ -69,13 +65,13 @@ def balance_by_sequence(route: Any, flat: Flat, scope: Scope) -> Tensor:
     if scope == "all":  # each row's padding is a document of its own
         document = torch.where(document < 0, groups + flat.order_N // max(flat.length, 1), document)
         groups += flat.rows
-    keep = scope_mask(flat, scope)
+    keep = in_scope(flat, scope)
     document = document[keep]
     prob_SE = probs.new_zeros(groups, e).index_add(0, document, probs[keep])
     slot = document[:, None] * e + experts[keep]
     count_SE = probs.new_zeros(groups * e).index_add_(0, slot.reshape(-1), probs.new_ones(slot.numel())).view(-1, e)
-    child = torch.nonzero(flat.parent_S >= 0).reshape(-1)
-    if child.numel():
+    if flat.children:  # documents that have a parent come last
+        child = torch.arange(flat.documents - len(flat.children), flat.documents, device=probs.device)
         up = flat.parent_S[child]
         prob_SE = prob_SE.index_add(0, child, prob_SE[up])
         count_SE = count_SE.index_add(0, child, count_SE[up])
@@ -89,7 +85,7 @@ def balance_by_microbatch(route: Any, flat: Flat, scope: Scope, all_reduce: Call
     """N_microbatch * E * sum_e f_e P_e, counts pooled over ranks, this rank's share of P: a scalar."""
     probs, experts = route.probs_NE, route.expert_NK
     e = probs.shape[1]
-    keep = scope_mask(flat, scope)
+    keep = in_scope(flat, scope)
     share = flat.share_N[keep].to(probs.dtype)
     prob_E = (probs[keep] * share[:, None]).sum(0)
     weight = share[:, None].expand(-1, experts.shape[1])
@@ -101,7 +97,7 @@ def balance_by_microbatch(route: Any, flat: Flat, scope: Scope, all_reduce: Call
 
 def balance_hf(routes: Sequence[Any], flat: Flat, scope: Scope) -> Tensor:
     """Transformers' load-balancing loss over all layers of one microbatch: K for a balanced router, a scalar."""
-    keep = scope_mask(flat, scope)
+    keep = in_scope(flat, scope)
     probs = torch.cat([r.probs_NE[keep] for r in routes])
     experts = torch.cat([r.expert_NK[keep] for r in routes])
     e, n = probs.shape[1], max(1, experts.shape[0])
@@ -111,7 +107,7 @@ def balance_hf(routes: Sequence[Any], flat: Flat, scope: Scope) -> Tensor:
 
 def z_sum(route: Any, flat: Flat, scope: Scope) -> Tensor:
     """Sum over positions in scope of logsumexp(logits)^2, a scalar."""
-    keep = scope_mask(flat, scope)
+    keep = in_scope(flat, scope)
     share = flat.share_N[keep].to(route.logits_NE.dtype)
     return (torch.logsumexp(route.logits_NE[keep], 1).square() * share).sum()
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..config import Denominator
 from ..data.batch import Flat
 from ..errors import ConfigError
@@ -41,7 +42,7 @@ class StepCounts:
 
 def labels_per_document(flat: Flat) -> Tensor:
     """``[S]`` int64: how many labels each document of the microbatch has."""
-    return torch.bincount(flat.document_N[flat.label_index_M], minlength=flat.documents)
+    return ops.count(flat.document_N[flat.label_index_M], flat.documents)
 
 
 def step_counts(flats: Sequence[Flat], all_reduce: Callable[[list[float]], list[float]] | None = None) -> StepCounts:

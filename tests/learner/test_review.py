@@ -12,8 +12,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moekit.config import LearnerConfig, RouterLossConfig
 from moekit.data.batch import Batch
@@ -22,8 +24,11 @@ from moekit.learner.learner import Learner
 from moekit.learner.mesh import Mesh, World
 from moekit.learner.weights import from_checkpoint
 from moekit.model.presets import preset
+from moekit.model.router import Route
 from moekit.model.transformer import Transformer
+from moekit.objectives.balance import RouterLoss
 from moekit.objectives.base import Terms
+from moekit.objectives.denominator import step_counts, token_weights
 from moekit.objectives.sft import SFT
 
 MODEL = replace(preset("tiny"), vocab=23, max_positions=16)
@@ -234,6 +239,24 @@ def test_a_second_learner_takes_the_parameters_over():
     gc.collect()
     assert bucket() is None
     assert again.step(rows(0))["loss/total"] == made().step(rows(0))["loss/total"]
+
+
+@pytest.mark.parametrize("scope", ["all", "valid", "supervised"])
+@pytest.mark.parametrize("granularity", ["sequence", "microbatch"])
+def test_router_losses_and_weights_read_nothing_on_the_host(scope, granularity):
+    """Between the first forward and the last backward: no mask, no nonzero, no bincount (each would stop a GPU)."""
+    segment = torch.tensor([[0, 0, 1, 1, 2, 2, -1, -1]])
+    parent = torch.where(segment > 0, 0, -1)
+    flat = Batch.make(torch.arange(8)[None], segment=segment, parent=parent).flat
+    counts = step_counts([flat])
+    with FakeTensorMode() as mode:
+        fake = {k: mode.from_tensor(v) for k, v in vars(flat).items() if isinstance(v, torch.Tensor)}
+        there = replace(flat, **{k: v for k, v in fake.items() if k != "label_M"})
+        logits = torch.randn(8, 4, requires_grad=True)
+        route = Route(logits, logits.softmax(-1), torch.zeros(8, 2, dtype=torch.long), torch.randn(8, 2))
+        loss = RouterLoss(replace(ROUTER, granularity=granularity, scope=scope), 1.0, lambda x: x)(0, route, there)
+        loss.backward()
+        assert token_weights(there, counts, "sequence_mean").shape == (3,)
 
 
 def main(rank: int, size: int, folder: str) -> None:
