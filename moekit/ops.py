@@ -1,8 +1,8 @@
 """The only door to kernels: every operation by name, and which form of it runs where, and why.
 
-Three backends: "auto" picks the fastest form for the tensors at hand, "torch" the portable fast form (the same as long
-as there are no Triton forms), "reference" the plain form that the others are tested against. `explain()` says what each
-operation would run and why.
+Four backends: "auto" picks the fastest form for the tensors at hand, "triton" insists on Triton kernels where there are
+any (expert feed-forward), "torch" is the portable fast form, "reference" the plain form that the others are tested
+against. `explain()` says what each operation would run and why.
 
 Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width, S documents,
 L their length, H query heads, G key/value heads.
@@ -10,8 +10,10 @@ L their length, H query heads, G key/value heads.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ __all__ = [
     "swiglu",
 ]
 
-Backend = Literal["auto", "torch", "reference"]
+Backend = Literal["auto", "triton", "torch", "reference"]
 _backend: Backend = "auto"
 SHORT = 512  # positions
 
@@ -64,14 +66,54 @@ def backend() -> Backend:
 def set_backend(name: Backend) -> Backend:
     """Choose the backend for this process; returns the one that was in force, to put it back."""
     global _backend
-    if name not in ("auto", "torch", "reference"):
-        raise BackendError(f"backend {name!r} does not exist; choose 'auto', 'torch' or 'reference'")
+    if name not in ("auto", "triton", "torch", "reference"):
+        raise BackendError(f"backend {name!r} does not exist; choose 'auto', 'triton', 'torch' or 'reference'")
+    if name == "triton" and find_spec("triton") is None:
+        raise BackendError("backend 'triton': triton is not installed; install it, or choose 'auto'")
+    if name == "triton" and not (torch.cuda.is_available() or _interpreted()):
+        raise BackendError(
+            "backend 'triton' needs a CUDA device, or TRITON_INTERPRET=1 to interpret it; or take 'auto'"
+        )
     before, _backend = _backend, name
     return before
 
 
 def _plain() -> bool:
     return _backend == "reference"
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _triton(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether expert feed-forwards run in Triton here, and why; no device read, and triton is not imported."""
+    if _backend == "torch":
+        return False, "set_backend('torch')"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False, f"Triton multiplies float32, bfloat16 and float16, not {dtype}"
+    if _backend == "triton" and _interpreted():
+        return True, "set_backend('triton') in Triton's interpreter: for tests, slow"
+    if device.type != "cuda":
+        return False, f"Triton needs CUDA, not {device.type}"
+    if find_spec("triton") is None:
+        return False, "triton is not installed"
+    if (found := torch.cuda.get_device_capability(device)) < (8, 0):
+        return False, f"Triton kernels are compiled for compute capability 8.0 or newer, this is {found[0]}.{found[1]}"
+    return True, "CUDA: device offsets, no host read"
+
+
+def _ffn(x: Tensor, weights: tuple[Tensor, Tensor]) -> Any:
+    """The module that holds the expert feed-forward for these tensors: `triton_ffn` or `ragged`."""
+    kinds = {x.dtype, *(w.dtype for w in weights)}
+    use, why = _triton(x.device, x.dtype) if len(kinds) == 1 else (False, f"dtypes differ: {kinds}")
+    if use:
+        from .kernels import triton_ffn
+
+        return triton_ffn
+    if _backend == "triton":
+        raise BackendError(f"backend 'triton': {why}; choose 'auto' to run what fits")
+    return ragged
 
 
 def _short(device: torch.device, dtype: torch.dtype, length: int) -> bool:
@@ -88,11 +130,18 @@ def explain(
         return dict.fromkeys(names, "reference: set_backend('reference')")
     unit = ragged.padding_unit(torch.device(device), dtype)
     padded = f", row counts padded to {unit} because every new shape is compiled" if unit > 1 else ""
+    use, why = _triton(torch.device(device), dtype)
+    if _backend == "triton" and not use:
+        experts = f"refused: {why}"
+    elif use:
+        experts = f"triton: persistent grouped GEMM, gather and scatter fused ({why})"
+    else:
+        experts = f"ragged: one matmul per expert in scratch, backward written by hand{padded} ({why})"
     written = "torch: backward written by hand, because torch composes this from many passes over memory"
     flash = f"flash: scaled_dot_product_attention ({dtype}, {length} positions)"
     short = f"products: flash is slow on CPU in bfloat16 up to {SHORT} positions"
     return {
-        **dict.fromkeys(names[:2], f"ragged: one matmul per expert in scratch, backward written by hand{padded}"),
+        **dict.fromkeys(names[:2], experts),
         **dict.fromkeys(names[2:5], written),
         "causal_attention": short if _short(torch.device(device), dtype, length) else flash,
     }
@@ -131,7 +180,7 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
     d gate_nk = <dy_n @ down_e, silu(g) * u>, so no expert output is kept.
 
     Cost: 6*R*D*F multiply-adds forward, twice that backward; keeps the pre-activations [R, 2F]; one host read of E
-    offsets. The gate multiplies the activation, not the output: F numbers a row instead of D.
+    offsets (none in Triton). The gate multiplies the activation, not the output: F numbers a row instead of D.
     """
     experts, two_f, width = gate_up_E2FD.shape
     if x_ND.shape[1] != width or down_EDF.shape != (experts, width, two_f // 2) or rows.offset_E.shape[0] != experts:
@@ -144,7 +193,7 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
         return mxfp8.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, *mx, slots)
     if _plain():
         return reference.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF)
-    return ragged.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
+    return _ffn(x_ND, (gate_up_E2FD, down_EDF)).moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
 
 
 def expert_ffn(
@@ -165,7 +214,8 @@ def expert_ffn(
         [R, D], every result where its row was; zero in the room.
 
     Gradients: to x (zero in the room) and to both weights, with `grad_slot` as in `moe_ffn`. Cost: as `moe_ffn`; the
-    host read of E offsets is the only one between router and combine.
+    host read of E offsets is the only one between router and combine (none in Triton, which trusts offset_E and
+    order_R).
     """
     experts, two_f, width = gate_up_E2FD.shape
     fits = x_RD.shape[1] == width and down_EDF.shape == (experts, width, two_f // 2) and offset_E.shape == (experts,)
@@ -174,13 +224,16 @@ def expert_ffn(
             f"expert_ffn: x {tuple(x_RD.shape)}, gate_up {tuple(gate_up_E2FD.shape)}, down {tuple(down_EDF.shape)} and "
             f"offsets {tuple(offset_E.shape)} do not fit [R, D], [E, 2F, D], [E, D, F], [E]"
         )
+    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
+    mx = _mx_operands(x_RD, gate_up_E2FD, down_EDF)
+    if mx is None and not _plain() and (form := _ffn(x_RD, (gate_up_E2FD, down_EDF))) is not ragged:
+        return form.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, order_R, slots)
     total = int(offset_E[-1])
     if total > x_RD.shape[0] or (order_R is not None and order_R.shape[0] != total):
         raise ConfigError(f"expert_ffn: {total} rows of experts, but x has {x_RD.shape[0]} and order_R={order_R}")
     row_R = torch.arange(total, device=x_RD.device) if order_R is None else order_R
     rows = Sorted(row_R, row_R, offset_E)
-    slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
-    if (mx := _mx_operands(x_RD, gate_up_E2FD, down_EDF)) is not None:
+    if mx is not None:
         return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R)
     if _plain():
         return reference.moe_ffn(x_RD, rows, x_RD.new_ones(x_RD.shape[0], 1), gate_up_E2FD, down_EDF)

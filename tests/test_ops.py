@@ -91,7 +91,7 @@ def test_backend_is_chosen_put_back_and_explained(plain):
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(BackendError, match="'cuda'.*'auto', 'torch' or 'reference'"):
+    with pytest.raises(BackendError, match="'cuda'.*'auto', 'triton', 'torch' or 'reference'"):
         ops.set_backend("cuda")
     assert ops.backend() == "auto"
 

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FILES = ("grouped_gemm", "swiglu", "triton_permute", "router_topk", "rowwise", "mxfp8", "mxfp8_gemm", "token_logprobs")
 SHARED_LIMIT = 227 * 1024  # usable by one block on sm_90 and sm_100
-UNITS = {90: ("HGMMA", "QGMMA", "IGMMA", "HMMA"), 100: ("UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCMMA", "HMMA")}
+UNITS = {90: ("HGMMA", "QGMMA", "HMMA"), 100: ("UTCHMMA", "UTCQMMA", "HMMA")}  # 8 bits: Q; warp by warp: HMMA
 
 
 @dataclass(frozen=True)
@@ -44,14 +43,19 @@ def compile_kernel(name, fn, signature: dict[str, str], constexprs: dict[str, An
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    at = fn.arg_names.index
+    at, unknown = fn.arg_names.index, (set(signature) | set(constexprs)) - set(fn.arg_names)
+    assert not unknown - set(signature), f"{name}: {fn.__name__} has no constants {unknown}"
     types = {a: "constexpr" if a in constexprs else signature[a].partition(":")[0] for a in fn.arg_names}
-    divisible = {(at(a),): [["tt.divisibility", 16]] for a, t in signature.items() if t.endswith(":16")}
+    divisible = {
+        (at(a),): [["tt.divisibility", 16]]
+        for a in fn.arg_names
+        if types[a] != "constexpr" and signature[a].endswith(":16")
+    }
     source = ASTSource(fn, types, constexprs, divisible)
     options = {"num_warps": warps, "num_stages": stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = resources(kernel.asm["cubin"])
-    counts = Counter(re.findall(r"\b([A-Z]*MMA)\b", kernel.asm["sass"]))
+    counts = Counter(re.findall(r"\b((?:UTC[A-Z]?|[HQ]G|[HQO])MMA)\b", kernel.asm["sass"]))
     return Report(name, arch, registers, stack, kernel.metadata.shared, warps, dict(counts))
 
 
@@ -75,9 +79,9 @@ def reports(arch: int, only: str = "") -> list[Report]:
     """Every shipped kernel for one architecture."""
     here = Path(__file__).resolve().parents[2] / "kernels"
     found = []
-    for file in FILES:
-        if (here / f"{file}.py").is_file():
-            entries = getattr(importlib.import_module(f"moekit.kernels.{file}"), "AOT", [])
+    for file in sorted(here.glob("*.py")):
+        if "\nAOT" in file.read_text():
+            entries = importlib.import_module(f"moekit.kernels.{file.stem}").AOT
             found += [compile_kernel(*entry, arch=arch) for entry in entries if only in entry[0]]
     return found
 
