@@ -47,8 +47,9 @@ def layouts_figure(
         note(fig, f"{s / unit:.3g}", s / unit, name, axes=("x2", "y2"), shift=(5, 0), colour=MUTED, size=SIZE["tick"])
     ticks = [1e-16, 1e-13, 1e-10, 1e-7, 1e-4, 0.1]
     words = ["10⁻¹⁶", "10⁻¹³", "10⁻¹⁰", "10⁻⁷", "10⁻⁴", "0.1"]
+    axis = names_axis(names) | {"autorange": False, "range": [len(names) - 0.5, -0.5]}  # marks and bars at one height
     fig.update_layout(
-        yaxis=names_axis(names), yaxis2=names_axis(names) | {"anchor": "x2", "showticklabels": False},
+        yaxis=axis, yaxis2=axis | {"anchor": "x2", "showticklabels": False},
         xaxis={"type": "log", "range": [-17.4, 1.2], "domain": [0, 0.56], "tickvals": ticks, "ticktext": words,
                "showgrid": True, "title": "largest difference of a gradient, relative"},
         xaxis2={"domain": [0.62, 1], "anchor": "y2", "title": f"sent by all ranks in a step, {word}",
