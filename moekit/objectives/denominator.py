@@ -84,18 +84,15 @@ def token_weights(
     if mode == "sequence_mean":
         per_document = labels_per_document(flat).to(torch.float64)
         return 1.0 / (counts.sequences * per_document[flat.document_N[flat.label_index_M]])
-    if mode == "global_tokens":
-        divisor = counts.supervised
-    elif mode == "rank_mean":
-        divisor = counts.ranks * counts.rank_supervised
-    elif mode == "microbatch_mean":
-        divisor = counts.microbatches * m
-    elif mode == "constant":
-        if not constant_length:
-            raise ConfigError("denominator 'constant' needs constant_length, the tokens that stand for one sequence")
-        divisor = counts.sequences * constant_length
-    elif mode == "kept_plus_filtered":
-        divisor = counts.supervised + counts.removed_positions
-    else:
+    if mode == "constant" and not constant_length:
+        raise ConfigError("denominator 'constant' needs constant_length, the tokens that stand for one sequence")
+    divisors = {
+        "global_tokens": counts.supervised,
+        "constant": counts.sequences * (constant_length or 0),
+        "kept_plus_filtered": counts.supervised + counts.removed_positions,
+        "rank_mean": counts.ranks * counts.rank_supervised,
+        "microbatch_mean": counts.microbatches * m,
+    }
+    if mode not in divisors:
         raise ConfigError(f"denominator {mode!r} is not known; see moekit.objectives.denominator")
-    return torch.full((m,), 1.0 / divisor if m else 0.0, dtype=torch.float64, device=flat.label_N.device)
+    return torch.full((m,), 1.0 / divisors[mode] if m else 0.0, dtype=torch.float64, device=flat.label_N.device)
