@@ -57,7 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
         lse, entropy = largest + total.log(), total.log() - spread / total
         ctx.save_for_backward(hidden, head, label, lse, entropy)
         ctx.temperature, ctx.chunk_bytes = temperature, chunk_bytes
-        return own.sum(0) - lse, entropy
+        return own.sum(0) - largest - total.log(), entropy
 
     @staticmethod
     def backward(ctx: Any, grad, grad_entropy):
