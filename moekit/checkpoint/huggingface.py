@@ -149,8 +149,9 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
         if piece.start != covered.setdefault(piece.parameter, 0):
             raise CheckpointError(f"{piece.parameter} has a gap or an overlap before {piece.name}")
         covered[piece.parameter] = piece.stop
-    part = getattr(model, "part", None)
-    whole = part is None or part == type(part).whole(model.config)
+    part: Any = getattr(model, "part", None)
+    config: Any = model.config
+    whole = part is None or part == type(part).whole(config)
     wrong = [n for n in parameters.keys() | covered.keys() if n not in covered or (whole and n not in parameters)]
     if wrong:
         raise CheckpointError(f"the Hugging Face family has no place for, or the model lacks: {_names(wrong)}")
@@ -158,7 +159,7 @@ def check_parameters(model: nn.Module, table: list[Piece]) -> dict[str, Tensor]:
         if p.is_meta:
             raise CheckpointError(f"{name} is on the meta device and holds no memory; call to_empty first")
         experts = part.experts[1] - part.experts[0] if part is not None and p.ndim == 3 else None
-        if p.numel() * (model.config.experts if experts else 1) != covered[name] * (experts or 1):
+        if p.numel() * (config.experts if experts else 1) != covered[name] * (experts or 1):
             raise CheckpointError(f"{name} has shape {tuple(p.shape)}, model.config says {covered[name]} numbers")
     return parameters
 

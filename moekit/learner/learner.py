@@ -142,11 +142,9 @@ class Learner:
         self.mesh.wire.reset()
         flats = self._prepare(batches)
         counts = step_counts(flats, self.mesh.dp.sum_list)
-        random = torch.get_rng_state()
         found = self._attempt(flats, counts, record, replay)
         redone = self.overflow.must_redo(found.need)
         if redone:  # discard everything; every microbatch runs again on the synchronized path
-            torch.set_rng_state(random)
             with self.overflow.synchronized():
                 found = replace(self._attempt(flats, counts, record, replay), need=found.need, used=found.used)
         commit = counts.supervised > 0 and math.isfinite(found.loss) and math.isfinite(found.norm)
@@ -187,6 +185,8 @@ class Learner:
         self.overflow.reset()
         self.routes = []
         c, device = self.config.router, self.model.device
+        held, zero_E = self.model.blocks, torch.zeros(self.model.config.experts, dtype=torch.long, device=device)
+        self.chosen = {i: zero_E.clone() for i, b in held.items() if self.config.bias_rate and b.routes}
         if counts.supervised == 0:  # nothing to learn from: known before any work, on every rank alike
             self.counter.skip(flats if self.mesh.pp.rank == 0 else [])
             self.gradients.finish()
@@ -206,8 +206,7 @@ class Learner:
             x, routes = self._stage(
                 place, x_ND, flats[i], router, self.counter, replay[i] if replay and flats[i].rows else None
             )
-            if record:
-                self._record(i, place, routes)
+            self._record(i, place, routes, flats[i], record)
             if self.model.part.stages[place][1] < self.model.config.layers:
                 return x
             out = self.model.finish(x, flats[i], routes)
@@ -232,7 +231,8 @@ class Learner:
         rows = all_WX.view(self.world.size, -1).tolist()  # the one host read of a step
         total = [math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in zip(*rows)]
         most = [max(column) for column in zip(*rows)]
-        return Readings(*total[:3], math.sqrt(total[3]), *most[4:])
+        loss_sum, balance, z, square, *_ = total
+        return Readings(loss_sum, balance, z, math.sqrt(square), need=most[4], used=most[5])
 
     def _stage(self, place: int, x_ND: Tensor | None, flat: Flat, router: Any, counter: RowCounter, replay=None):
         recompute = self.config.recompute if torch.is_grad_enabled() else "none"
@@ -252,12 +252,18 @@ class Learner:
             recompute=recompute,
         )
 
-    def _record(self, microbatch: int, place: int, routes: list) -> None:
+    def _record(self, microbatch: int, place: int, routes: list, flat: Flat, record: bool) -> None:
         start, stop = self.model.part.stages[place]
         layers = [i for i in self.model.config.moe_layers if start <= i < stop]
-        while len(self.routes) <= microbatch:
+        while record and len(self.routes) <= microbatch:
             self.routes.append({})
-        self.routes[microbatch] |= {i: r.expert_NK.detach() for i, r in zip(layers, routes)}
+        for layer, route in zip(layers, routes):
+            if record:
+                self.routes[microbatch][layer] = route.expert_NK.detach()
+            if layer in self.chosen:  # a position of a shared prompt counts for each of its children
+                chosen_NK = route.expert_NK[: flat.real]
+                share_NK = flat.share_N[: flat.real, None].expand_as(chosen_NK)
+                self.chosen[layer].scatter_add_(0, chosen_NK.reshape(-1), share_NK.reshape(-1))
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
         """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing)."""
@@ -281,13 +287,9 @@ class Learner:
         return [f.to(self.model.device) for f in flats]
 
     def _move_bias(self) -> None:
-        if not self.config.bias_rate:
-            return
-        for layer, block in self.model.blocks.items():
-            if block.routes:
-                count_E = self.counter.decided(layer, scope="valid")
-                bias = block.moe.router.selection_bias
-                bias += bias_step(count_E, self.config.bias_rate).to(bias.device)
+        for layer, count_E in self.chosen.items():
+            bias = self.model.blocks[layer].moe.router.selection_bias
+            bias += bias_step(self.mesh.dp.sum(count_E), self.config.bias_rate)
 
     def _wall(self, seconds: float) -> tuple[float, dict[str, float]]:
         """The slowest rank's time, and the bytes that all ranks sent, by kind."""

@@ -212,7 +212,10 @@ class MoE(nn.Module):
         expert_PK = keep(route.expert_NK)
         recompute = recompute and memo is None and torch.is_grad_enabled()
         memo = memo if memo is not None else Memo()
-        told = Told(self, observer, route.expert_NK.detach(), flat, class_P, memo) if observer is not None else None
+        told = None
+        if observer is not None:
+            assert flat is not None and class_P is not None
+            told = Told(self, observer, route.expert_NK.detach(), flat, class_P, memo)
 
         def routed(x_PD: Tensor, gate_PK: Tensor) -> Tensor:
             y, counts = self.dispatcher(

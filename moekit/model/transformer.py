@@ -139,7 +139,9 @@ class Transformer(nn.Module):
         self.config, self.part = config, part or Part.whole(config)
         held = [i for start, stop in self.part.stages for i in range(start, stop)]
         last = config.layers - 1 in held
-        self.embed = self.final_norm = self.head = None
+        self.embed: Linear = None  # type: ignore[assignment]  # these three are absent where their layers are not held
+        self.final_norm: RMSNorm = None  # type: ignore[assignment]
+        self.head: Linear | None = None
         if 0 in held or (last and config.tied_head):
             self.embed = Linear(config.width, config.vocab, dtype, device)  # used as a table: weight is [V, D]
         self.layers = nn.ModuleList()
@@ -272,17 +274,17 @@ class Transformer(nn.Module):
         self._check(flat, elide, replay, keep_hidden)
         start, stop = self.part.stages[index]
         if start == 0:
-            x_ND = F.embedding(flat.ids_N, self.embed.weight)  # pyright: ignore[reportOptionalMemberAccess]
+            x_ND = F.embedding(flat.ids_N, self.embed.weight)
         assert x_ND is not None
         angles = rope_angles(flat.position_N, self.config, x_ND.dtype)
         real = flat.positions if elide == "none" else flat.real
-        blocks, routes = self.blocks, list[Route]()
+        x, blocks, routes = x_ND, self.blocks, list[Route]()
         for i in range(start, stop):
             block = blocks[i]
             last = elide == "padding+last_layer" and i == self.config.layers - 1
-            given = replay[self.config.moe_layers.index(i)].to(x_ND.device) if replay and block.routes else None
-            x_ND, route = block(
-                x_ND,
+            given = replay[self.config.moe_layers.index(i)].to(x.device) if replay and block.routes else None
+            x, route = block(
+                x,
                 flat,
                 angles,
                 needed_M=flat.label_index_M if last else None,
@@ -295,17 +297,17 @@ class Transformer(nn.Module):
             )
             if route is not None:
                 routes.append(route)
-        return x_ND, routes
+        return x, routes
 
     def finish(self, x_ND: Tensor, flat: Flat, routes: list[Route] | None = None, keep_hidden: bool = False) -> Outputs:
         """Final norm, head and log-probs of what the last stage gave."""
         hidden_ND = None
         if keep_hidden:
-            hidden_ND = self.final_norm(x_ND)  # pyright: ignore[reportOptionalCall]
+            hidden_ND = self.final_norm(x_ND)
             hidden_MD = hidden_ND[flat.label_index_M]
         else:
             labelled = x_ND.shape[0] == flat.label_index_M.shape[0]  # the last layer may have left only those
-            hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])  # pyright: ignore
+            hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])
         logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M)
         return Outputs(hidden_MD, logprob_M, routes, flat, hidden_ND)
 

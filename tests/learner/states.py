@@ -132,7 +132,7 @@ def bc_051(zero: int) -> dict:
     return {"norm": before, "shared": shared, "expert": expert, "parameter": one.gathered("parameter")}
 
 
-def bc_055() -> float:
+def bc_055() -> float | None:
     """PP=2, DP=2: lookup gradients 1 and 3, head gradients 2 and 6, halved because moekit sums over ranks."""
     one = learner((2, 1, 2, 0), dtype=torch.float32)
     mean = {0: 0.5, 1: 1.5} if one.mesh.pp.rank == 0 else {0: 1.0, 1: 3.0}
