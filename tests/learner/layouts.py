@@ -64,7 +64,7 @@ def model(dtype, config=MODEL) -> Transformer:
     m = Transformer(config, dtype=dtype, seed=1)
     for block in m.layers:
         if block.routes and config.selection_bias:
-            block.moe.router.selection_bias.copy_(torch.tensor([0.8, *[0.0] * 6, -10.0]))
+            block.moe.router.selection_bias.copy_(torch.tensor([0.4, *[0.0] * 6, -10.0]))
     return m
 
 
