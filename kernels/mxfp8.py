@@ -1,36 +1,30 @@
-"""MXFP8: 32 neighbours along the contraction axis share one power-of-two scale, each is an 8-bit E4M3 number.
+"""MXFP8: 32 neighbours along the contraction axis share one power-of-two scale; each is an 8-bit E4M3 number.
 
     value = code * 2^(scale - 127),   code: float8_e4m3fn (largest 448),   scale: one byte, E8M0
 
-The mode is part of the format. "ceil" (default) takes the smallest scale that holds the block, ceil(log2(amax / 448)):
-nothing saturates. "floor" takes floor(log2(amax)) - 8: the largest entries may saturate at 448; kept for comparison.
+The mode is part of the format: "ceil" (default) takes the smallest scale that holds the block, ceil(log2(amax / 448)),
+"floor" takes floor(log2(amax)) - 8, where the largest entries may saturate. What a block becomes (* in torchao too):
 
-What a block of 32 becomes, in both modes (* also what torchao 0.18 gives in its round-up mode):
+    all zeros; scale <= 2^-127 (amax <= 2.6e-36)   scale 0, signed zeros *
+    an infinity, no NaN      scale 254; infinities read back as infinities, the rest is kept in steps of 2^118 *
+    a NaN                    scale 255, every code NaN: the whole block reads back as NaN *
+    amax >= 248 * 2^120      finite; "ceil" rounds past the largest float32: reads back as infinity *
 
-    all zeros                    scale 0, codes are the zeros with their signs *
-    scale would be <= 2^-127     (amax at most 448 * 2^-127 = 2.6e-36) the same: flushed to signed zeros *
-    an infinity, no NaN          scale 254; infinities read back as infinities, the rest is kept in steps of 2^118 *
-    a NaN                        scale 255, every code NaN: the whole block reads back as NaN *
-    finite, |x| >= 248 * 2^120   with "ceil": rounded up past the largest float32, reads back as an infinity *
+Scales come from the bits of amax, so that every machine agrees. torchao 0.18 on CPU takes log2 in float32: one step too
+low for amax up to 39 units of the last place above 448 * 2^k, |k| large.
 
-Scales come from the bits of amax, so that every machine agrees: no logarithm. torchao's form without the hardware
-instruction takes log2 in float32, which is one step too low for amax up to 39 units of the last place above
-448 * 2^k, k > 1 or k < 0; the instruction (round toward plus infinity) agrees with this file.
-
-Precision of the three matmuls of a layer: forward and the input's gradient in MXFP8, each with weights quantised along
-its own contraction axis; **weight gradients in the dtype of x**. They contract over tokens: there the blocks would run
-over rows of a ragged group (all groups padded to 32 rows), and a weight gradient is summed over microbatches and
-squared into moments, where rounding noise stays. The published OLMoDDP recipe keeps plain grouped matmuls in its
-backward as well. The backward treats quantisation as the identity.
-
-This file is the truth that the Triton forms are tested against, and what runs on CPU: it multiplies what it has read
-back, exactly representable in float32, with float32 accumulation.
+Forward and input gradients are MXFP8, with weights quantised along either's contraction axis; **weight gradients stay
+in the dtype of x**. They contract over tokens: blocks would run over rows of ragged groups (each padded to 32), and the
+noise would be summed over microbatches and stay in the moments. OLMoDDP keeps plain grouped matmuls there too. The
+backward takes quantisation for the identity. This file is the truth for Triton's form, and what runs on CPU: codes are
+read back, exactly, and multiplied in float32.
 
 Axis letters: R rows in expert order, N positions, K contraction axis, M outputs, E experts, D width, F expert width.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +37,7 @@ from .ragged import Writer
 
 Mode = Literal["ceil", "floor"]
 BLOCK = 32
-INF, TOP = 0x7F800000, 0x600000  # float32 bits of infinity; mantissa of 1.75 = 448 / 2^8
+INF = 0x7F800000  # its float32 bits
 aten = torch.ops.aten
 
 
@@ -56,7 +50,6 @@ class Quantised:
     mode: Mode = "ceil"
 
     def __getitem__(self, index: Any) -> Quantised:
-        """A part, by an index of leading axes."""
         return Quantised(self.code[index], self.scale[index], self.mode)
 
     def dequantise(self) -> Tensor:
@@ -68,13 +61,7 @@ class Quantised:
 
 
 def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
-    """To MXFP8 along the last axis.
-
-    Args:
-        x: [..., K], any float dtype (float64 is rounded to float32 first), K a multiple of 32.
-        mode: how scales are rounded.
-    Raises:
-        ValueError: K is not a multiple of 32, or no such mode.
+    """To MXFP8 along the last axis, a multiple of 32; any float dtype (float64 goes through float32).
 
     >>> x = torch.zeros(32); x[0] = 250.0
     >>> [quantise(x, mode).dequantise()[0].item() for mode in ("ceil", "floor")]
@@ -86,7 +73,7 @@ def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
     amax = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # as integers: NaN > infinity > finite
     scale = (amax >> 23) - 8
     if mode == "ceil":
-        scale += (amax & 0x7FFFFF) > TOP
+        scale += (amax & 0x7FFFFF) > 0x600000  # mantissa above that of 1.75 = 448 / 2^8
     scale.clamp_(min=0).masked_fill_(amax == INF, 254).masked_fill_(amax > INF, 255)
     bits = torch.where(scale == 254, 0x400000, (254 - scale) << 23).masked_fill_(scale == 0, 0x3F800000)
     value = (wide * bits.view(torch.float32)).clamp_(-448, 448).masked_fill_(scale == 255, torch.nan)
@@ -94,30 +81,16 @@ def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
 
 
 def quantise_columns(x: Tensor, mode: Mode = "ceil") -> Quantised:
-    """To MXFP8 along the last axis but one, transposed: [..., R, K] -> [..., K, R], R filled up with zero rows to 32.
-
-    >>> quantise_columns(torch.ones(33, 5)).code.shape
-    torch.Size([5, 64])
-    """
-    pad = -x.shape[-2] % BLOCK
-    return quantise(torch.nn.functional.pad(x.detach(), (0, 0, 0, pad)).transpose(-1, -2), mode)
+    """To MXFP8 along the last axis but one, transposed: [..., R, K] -> [..., K, R], R zero-padded to 32s."""
+    padded = torch.nn.functional.pad(x.detach(), (0, 0, 0, -x.shape[-2] % BLOCK))
+    return quantise(padded.transpose(-1, -2), mode)
 
 
-def quantise_both(x: Tensor, mode: Mode = "ceil") -> tuple[Quantised, Quantised]:
-    """`quantise` and `quantise_columns`; the Triton form reads x once."""
-    return quantise(x, mode), quantise_columns(x, mode)
+quantise_both = lambda x, mode="ceil": (quantise(x, mode), quantise_columns(x, mode))  # Triton's reads x once
 
 
 def grouped_mm(x: Quantised, w: Quantised, offset_E: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """y_r = x_r @ w_e.T, e = the first with r < offset_e; rows at and past offset_E[-1] are not read and give zero.
-
-    Args:
-        x: [R, K], rows in expert order.
-        w: [E, M, K].
-        offset_E: [E] integers, where each expert's rows end.
-    Returns:
-        [R, M] in `dtype`; accumulated in float32.
-    """
+    """[R, K], [E, M, K] -> [R, M]: x_r @ w_e.T, e = the first with r < offset_e; rows past all give 0, unread."""
     if x.code.shape[-1] != w.code.shape[-1] or w.code.shape[0] != offset_E.shape[0]:
         raise ValueError(f"grouped_mm: x {tuple(x.code.shape)}, w {tuple(w.code.shape)}, {offset_E.shape[0]} experts")
     y = torch.zeros(x.code.shape[0], w.code.shape[1], dtype=dtype, device=x.code.device)
@@ -138,13 +111,11 @@ class Operands:
     def of(weight: Tensor, backward: bool = True, mode: Mode = "ceil") -> Operands:
         """Quantise a stack of weights, both ways or forward only."""
         form = forms(weight)
-        return Operands(*form.quantise_both(weight, mode)) if backward else Operands(form.quantise(weight, mode), None)
+        return Operands(*form.quantise_both(weight, mode) if backward else (form.quantise(weight, mode), None))
 
 
 def forms(like: Tensor) -> Any:
     """The module whose `quantise`, `quantise_both` and `grouped_mm` run for such a tensor: Triton's on CUDA."""
-    import importlib
-
     return importlib.import_module(f"{__package__}.mxfp8_triton" if like.is_cuda else __name__)
 
 
@@ -157,18 +128,15 @@ class ExpertFFN(torch.autograd.Function):
         pre_R2F = form.grouped_mm(form.quantise(x_RD), up.forward, offset_E, x_RD.dtype)
         gate, high = pre_R2F.chunk(2, -1)
         hidden_RF = aten.silu(gate).mul_(high)
-        turned = [t for o in (up, down) if o.transposed for t in (o.transposed.code, o.transposed.scale)]
-        ctx.save_for_backward(x_RD, offset_E, gate_up_E2FD, down_EDF, pre_R2F, *turned)  # a change of them is an error
+        ctx.save_for_backward(x_RD, offset_E, gate_up_E2FD, down_EDF, pre_R2F)  # weights: a write to them is an error
         ctx.up, ctx.down, ctx.slots = up, down, slots
         return form.grouped_mm(form.quantise(hidden_RF), down.forward, offset_E, x_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_RD):
-        x_RD, offset_E, gate_up_E2FD, down_EDF, pre_R2F, *_ = ctx.saved_tensors
+        x_RD, offset_E, gate_up_E2FD, down_EDF, pre_R2F = ctx.saved_tensors
         need, form, kind = ctx.needs_input_grad, forms(x_RD), x_RD.dtype
-        if ctx.down.transposed is None or ctx.up.transposed is None:
-            raise ValueError("mxfp8: a forward-only weight cache has no backward; build it with backward=True")
         rows = Sorted(offset_E, offset_E, offset_E)
         gate, high = pre_R2F.chunk(2, -1)
         act_RF = aten.silu(gate)
@@ -186,14 +154,10 @@ class ExpertFFN(torch.autograd.Function):
 def _weight_gradient(dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weight: Tensor, slot: Any) -> Tensor | None:
     """dw_e = dy_e.T @ x_e in the dtype of x, into the slot if there is one."""
     if weight.is_cuda:
-        from .grouped_gemm import grouped_wgrad
-
-        out = torch.empty_like(weight) if slot is None else slot.view
-        grouped_wgrad(dy_RM, x_RK, rows.offset_E, out, add=slot is not None and slot.filled)
-        if slot is None:
-            return out
-        slot.filled = True
-        return None
+        wgrad = importlib.import_module(f"{__package__}.grouped_gemm").grouped_wgrad
+        target = torch.empty_like(weight) if slot is None else slot.view
+        wgrad(dy_RM, x_RK, rows.offset_E, target, add=slot is not None and slot.filled)
+        return target if slot is None else setattr(slot, "filled", True)
     write = Writer(weight, slot)
     for e, (start, stop) in enumerate(rows.bounds):
         if stop > start:
@@ -203,15 +167,13 @@ def _weight_gradient(dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weight: Tensor, 
 
 def expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None), order_R=None):
     """`moekit.ops.expert_ffn` in MXFP8. The weights themselves are named for their gradients only."""
-    if order_R is None:
-        return ExpertFFN.apply(x_RD, offset_E, gate_up_E2FD, down_EDF, up, down, slots)
-    y = ExpertFFN.apply(x_RD[order_R], offset_E, gate_up_E2FD, down_EDF, up, down, slots)
-    return torch.zeros_like(x_RD).index_copy(0, order_R, y)  # pyright: ignore[reportArgumentType]
+    x = x_RD if order_R is None else x_RD[order_R]
+    y: Any = ExpertFFN.apply(x, offset_E, gate_up_E2FD, down_EDF, up, down, slots)
+    return y if order_R is None else torch.zeros_like(x_RD).index_copy(0, order_R, y)
 
 
 def moe_ffn(x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None)):
     """`moekit.ops.moe_ffn` in MXFP8. The gates meet the outputs, not the activations: those stay as they were drawn."""
     y_RD = expert_ffn(x_ND[rows.row_R], rows.offset_E, gate_up_E2FD, down_EDF, up, down, slots)
-    wide = torch.promote_types(x_ND.dtype, torch.float32)
-    gate_R1 = gate_NK.reshape(-1, 1)[rows.slot_R].to(wide)
-    return x_ND.new_zeros(x_ND.shape, dtype=wide).index_add(0, rows.row_R, y_RD * gate_R1).to(x_ND.dtype)
+    gate_R1 = gate_NK.reshape(-1, 1)[rows.slot_R].float()
+    return torch.zeros_like(x_ND, dtype=torch.float32).index_add(0, rows.row_R, y_RD * gate_R1).to(x_ND.dtype)

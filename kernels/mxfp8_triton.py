@@ -1,16 +1,17 @@
 """MXFP8 in Triton: quantise along rows, columns or both in one pass, and the block-scaled grouped matmul.
 
-Every byte is the one of `mxfp8.py`: scales and E4M3 codes are made with integer arithmetic (round to nearest even,
-saturate at 448). On sm_100 `tl.dot_scaled` runs on the block-scaled matrix unit; on sm_90 Triton reads codes back into
-bfloat16 and multiplies there: the same numbers, save scales at the ends of bfloat16's range. Triton's interpreter has
-no scaled dot: there codes are read back with integer arithmetic and multiplied in float32.
+Every byte is that of `mxfp8.py`: codes and scales are made with integer arithmetic. On sm_100 `tl.dot_scaled` runs on
+the block-scaled matrix unit; on sm_90 Triton reads codes back into bfloat16 and multiplies there: the same numbers,
+save scales at the ends of bfloat16's range. The interpreter has no scaled dot: there codes are read back into float32.
 
-Axis letters: R rows in expert order, K contraction axis, M outputs, E experts, B stacked matrices.
+Axis letters: R rows in expert order, K contraction axis, M outputs, E experts.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -47,13 +48,10 @@ def _encode(x, FLOOR: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
 @triton.jit
 def _decode(code, scale, P: tl.constexpr, Q: tl.constexpr):
     """float32 [P, Q] of a tile of codes; the interpreter's stand-in for the scaled dot."""
-    c, s = tl.reshape(code, [P, Q // 32, 32]).to(tl.int32), scale.to(tl.int32)
-    normal = (((c & 0x7F) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where((c & 0x7F) < 8, (c & 0x7F).to(tl.float32) * 0.001953125, normal)
-    value = tl.where((c & 0x80) > 0, -value, value)
-    power = tl.where(s == 0, 0x400000, s << 23).to(tl.float32, bitcast=True)
-    value = tl.where((s == 255)[:, :, None], float("nan"), value * power[:, :, None])
-    return tl.reshape(value, [P, Q])
+    s = scale.to(tl.int32)
+    power = tl.where(s == 0, 0x400000, tl.where(s == 255, 0x7FC00000, s << 23)).to(tl.float32, bitcast=True)
+    value = tl.reshape(code.to(tl.float8e4nv, bitcast=True).to(tl.float32), [P, Q // 32, 32])
+    return tl.reshape(value * power[:, :, None], [P, Q])
 
 
 @triton.jit
@@ -125,55 +123,30 @@ def _scaled_kernel(
         tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(r < stop)[:, None] & (m < M)[None, :])
 
 
-def _launch(x: Tensor, mode: Mode, rows: bool, columns: bool) -> tuple[Quantised | None, Quantised | None]:
+def _launch(x: Tensor, mode: Mode = "ceil", *, rows: bool, columns: bool) -> Any:
+    """[..., R, K] -> `mxfp8.quantise`, `quantise_columns` or both, x being read once; 1.03 bytes an element each."""
     if (rows and x.shape[-1] % BLOCK) or mode not in ("ceil", "floor"):
         raise ValueError(f"quantise: {tuple(x.shape)} along the last axis must be a multiple of {BLOCK}, mode={mode!r}")
-    x = x.detach() if x.dtype != torch.float64 else x.detach().float()
+    x = x.detach().float() if x.dtype == torch.float64 else x.detach()
     *lead, R, K = x.shape
-    flat = x.reshape(math.prod(lead), R, K)
-    tall = -(-R // BLOCK) * BLOCK
-
-    def room(height: int, width: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        shapes = ((*lead, height, width), (*lead, height, width // BLOCK)) if wanted else ((0,), (0,))
-        return x.new_empty(shapes[0], dtype=torch.uint8), x.new_empty(shapes[1], dtype=torch.uint8)
-
-    code, scale = room(R, K, rows)
-    turned, turned_scale = room(K, tall, columns)
+    flat, tall = x.reshape(math.prod(lead), R, K), -(-R // BLOCK) * BLOCK
+    room = lambda *shape: x.new_empty(*lead, *shape, dtype=torch.uint8)
+    code, scale = (room(R, K), room(R, K // BLOCK)) if rows else (None, None)
+    turned, turned_scale = (room(K, tall), room(K, tall // BLOCK)) if columns else (None, None)
+    block_r, block_k = (64, 64) if columns else (16, 256)
     if x.numel():
-        block_r, block_k = (64, 64) if columns else (16, 256)
         _quantise_kernel[triton.cdiv(tall if columns else R, block_r) * triton.cdiv(K, block_k), flat.shape[0]](
             flat, code, scale, turned, turned_scale, R, K, *flat.stride(),
             FLOOR=mode == "floor", ROWS=rows, COLUMNS=columns, BLOCK_R=block_r, BLOCK_K=block_k, num_warps=4,
         )  # fmt: skip
-    kind = torch.float8_e4m3fn
-    return (
-        Quantised(code.view(kind), scale, mode) if rows else None,
-        Quantised(turned.view(kind), turned_scale, mode) if columns else None,
-    )
+    pairs = ((code, scale), (turned, turned_scale))
+    found = [Quantised(c.view(torch.float8_e4m3fn), s, mode) for c, s in pairs if c is not None and s is not None]
+    return found if rows and columns else found[0]
 
 
-def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
-    """`mxfp8.quantise`. Cost: x is read once; 1.03 bytes an element are written."""
-    if x.ndim < 2:
-        part = quantise(x[None], mode)
-        return part[0]
-    found = _launch(x, mode, True, False)[0]
-    assert found is not None
-    return found
-
-
-def quantise_columns(x: Tensor, mode: Mode = "ceil") -> Quantised:
-    """`mxfp8.quantise_columns`."""
-    found = _launch(x, mode, False, True)[1]
-    assert found is not None
-    return found
-
-
-def quantise_both(x: Tensor, mode: Mode = "ceil") -> tuple[Quantised, Quantised]:
-    """`mxfp8.quantise_both`; x is read once for both."""
-    rows, columns = _launch(x, mode, True, True)
-    assert rows is not None and columns is not None
-    return rows, columns
+quantise = partial(_launch, rows=True, columns=False)
+quantise_columns = partial(_launch, rows=False, columns=True)
+quantise_both = partial(_launch, rows=True, columns=True)
 
 
 def grouped_mm(x: Quantised, w: Quantised, offset_E: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,24 +163,17 @@ def grouped_mm(x: Quantised, w: Quantised, offset_E: Tensor, dtype: torch.dtype 
     return y
 
 
-TILE = {
-    "BLOCK_R": 128,
-    "BLOCK_M": 128,
-    "BLOCK_K": 64,
-}  # a depth of 128 spills on sm_90; 64 rows lose the unit on sm_100
+# a depth of 128 spills on sm_90; 64 rows lose the block-scaled unit on sm_100
+TILE = {"BLOCK_R": 128, "BLOCK_M": 128, "BLOCK_K": 64}
 
 
-def _shipped() -> list[tuple]:
-    bytes_ = dict.fromkeys(("code_ptr", "scale_ptr", "turned_ptr", "turned_scale_ptr"), "*u8:16")
-    sizes = {"x_ptr": "*bf16:16", "R": "i32:16", "K": "i32:16", "x_batch": "i32:16", "x_row": "i32:16"}
-    tiles = {"rows": (True, False, 16, 256), "columns": (False, True, 64, 64), "both": (True, True, 64, 64)}
-    found: list[tuple] = []
-    for name, (rows, columns, r, k) in tiles.items():
-        flags = {"FLOOR": False, "ROWS": rows, "COLUMNS": columns, "BLOCK_R": r, "BLOCK_K": k, "x_col": 1}
-        found.append((f"mxfp8 quantise {name}", _quantise_kernel, bytes_ | sizes, flags, 4, 3))
-    scaled = dict.fromkeys(("x_ptr", "x_scale_ptr", "w_ptr", "w_scale_ptr"), "*u8:16")
-    scaled |= {"y_ptr": "*bf16:16", "offset_ptr": "*i64:16", "R": "i32", "M": "i32:16", "K": "i32:16", "E": "i32"}
-    return [*found, ("mxfp8 grouped_mm*", _scaled_kernel, scaled, {"EXPERTS": 128, **TILE}, 8, 3)]
-
-
-AOT = _shipped()
+_bytes = dict.fromkeys(("code_ptr", "scale_ptr", "turned_ptr", "turned_scale_ptr"), "*u8:16")
+_sizes = {"x_ptr": "*bf16:16"} | dict.fromkeys(("R", "K", "x_batch", "x_row"), "i32:16")
+_tiles = {"rows": (True, False, 16, 256), "columns": (False, True, 64, 64), "both": (True, True, 64, 64)}
+_flags = ("ROWS", "COLUMNS", "BLOCK_R", "BLOCK_K")
+_scaled = dict.fromkeys(("x_ptr", "x_scale_ptr", "w_ptr", "w_scale_ptr"), "*u8:16") | {"y_ptr": "*bf16:16"}
+_scaled |= {"offset_ptr": "*i64:16", "R": "i32", "M": "i32:16", "K": "i32:16", "E": "i32"}
+AOT: list[tuple] = [("mxfp8 grouped_mm*", _scaled_kernel, _scaled, {"EXPERTS": 128, **TILE}, 8, 3)]
+for _name, _tile in _tiles.items():
+    _constants = dict(zip(_flags, _tile)) | {"FLOOR": False, "x_col": 1}
+    AOT.append((f"mxfp8 quantise {_name}", _quantise_kernel, _bytes | _sizes, _constants, 4, 3))

@@ -1,13 +1,9 @@
 """MXFP8 expert weights: quantised copies made from the parameters, and refused once those have changed.
 
-`LearnerConfig(precision="mxfp8")` runs the routed experts' matmuls in MXFP8 (forward and the gradient of their input;
-see `kernels/mxfp8.py` for the format and for why weight gradients stay wide). Nothing else changes: parameters and
-float32 masters stay what they are, and the copies are made anew from the parameters after every committed optimizer
-step, after `restore`, and at the start. A copy takes 1.03 bytes an element, two of them where there is a backward.
-
-The copy hangs on its parameter (`mx_cache`), where `moekit.ops` finds it, as it finds a `grad_slot`: the model and the
-dispatchers know nothing of precision. A copy that is not of the parameter as it is now raises `StaleCacheError`.
-
+`LearnerConfig(precision="mxfp8")` runs the matmuls of routed experts in MXFP8 (`kernels/mxfp8.py` says which, and why).
+Parameters and masters stay what they are; the copies are made from the parameters at the start, after every committed
+optimizer step and after `restore`: 1.03 bytes an element each, two where there is a backward. A copy hangs on its
+parameter (`mx_cache`), where `moekit.ops` finds it as it finds a `grad_slot`; model and dispatchers know nothing of it.
 A frozen model holds the forward copy only: `ExpertCaches(model, backward=False)`.
 """
 
@@ -26,17 +22,11 @@ from ..errors import ConfigError, StaleCacheError
 from ..model.transformer import Transformer
 from .gradients import is_expert
 
-BLOCK = 32
-
 
 class WeightCache:
-    """One stack of expert weights in MXFP8, and what the weights were when it was made.
+    """One stack of expert weights in MXFP8 (with `backward` transposed too), refused once the weight has changed.
 
-    Args:
-        name: of the parameter, for errors.
-        weight: [E, M, K].
-        backward: keep the transposed copy too, for the gradient of the input.
-        behind: tensors that share the weight's memory; a write to them is a write to the weight.
+    `behind`: tensors that share the weight's memory.
     """
 
     def __init__(self, name: str, weight: Tensor, backward: bool = True, behind: Iterable[Tensor] = ()):
@@ -48,26 +38,14 @@ class WeightCache:
         self.operands, self._made = ops.Operands.of(self.weight, self.backward), self._state()
 
     def current(self) -> ops.Operands:
-        """The copy.
+        """The copy; StaleCacheError if the weight was written to, or moved, after it was made.
 
-        Raises:
-            StaleCacheError: the weight was written to, or moved, after the copy was made.
-
-        Writes are seen by version counters and the address: free. `.data` has no counter: on CPU a checksum of the
-        bytes is compared too (they are all read back from codes there anyway); on a GPU that would be a host read.
+        Version counters and the address tell, and cost nothing. `.data` has no counter: on CPU a checksum of the bytes
+        is compared too; on a GPU that would be a host read.
         """
         if self._state() != self._made:
-            raise StaleCacheError(
-                f"{self.name} has changed after its mxfp8 copy was made; call ExpertCaches.rebuild() "
-                "(a learner does, after each committed step and after restore)"
-            )
+            raise StaleCacheError(f"{self.name} has changed after its mxfp8 copy was made: call ExpertCaches.rebuild()")
         return self.operands
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        parts = [q for q in (self.operands.forward, self.operands.transposed) if q is not None]
-        return sum(t.nbytes for q in parts for t in (q.code, q.scale))
 
     def _state(self) -> tuple[Any, ...]:
         w = self.weight.detach()
@@ -78,13 +56,7 @@ class WeightCache:
 class ExpertCaches:
     """The copies of all routed experts that a model holds here; from now on its experts run in MXFP8.
 
-    Args:
-        model: all of a model or a part of it.
-        backward: False = forward only, for a model that no gradient passes.
-        behind: by parameter name, tensors that share its memory.
-
-    Raises:
-        ConfigError: widths that are no multiples of 32; float64 parameters.
+    Args: as of `WeightCache`, `behind` by parameter name. Raises ConfigError: wrong widths, float64 parameters.
     """
 
     def __init__(self, model: Transformer, backward: bool = True, behind: Mapping[str, Iterable[Tensor]] | None = None):
@@ -109,8 +81,6 @@ class ExpertCaches:
 
 def check_shape(config: ModelConfig) -> None:
     """Both contraction axes of the experts, and of their gradients, must be whole blocks."""
-    if config.width % BLOCK or config.expert_width % BLOCK:
-        raise ConfigError(
-            f"precision='mxfp8' needs width and expert_width that are multiples of {BLOCK}, got width={config.width} "
-            f"and expert_width={config.expert_width}; use precision='model'"
-        )
+    if config.width % 32 or config.expert_width % 32:
+        got = f"width={config.width} and expert_width={config.expert_width}"
+        raise ConfigError(f"precision='mxfp8' needs multiples of 32, got {got}; use precision='model'")
