@@ -16,6 +16,7 @@ from ..model.transformer import Transformer
 from .dispatch import SyncDispatcher, make_dispatcher
 from .mesh import World
 from .rowwise import RowwiseDispatcher
+from .state import random_state, set_random_state
 
 ROOM = 1.05  # buffers grow to what was needed, and a little more
 
@@ -35,9 +36,10 @@ class Overflow:
         return self.dispatcher if isinstance(self.dispatcher, RowwiseDispatcher) else None
 
     def reset(self) -> None:
-        """Forget how full the buffers were."""
+        """Forget how full the buffers were, and remember the random numbers to come, in case of a redo."""
         if self.rowwise is not None:
             self.rowwise.reset()
+            self._random = random_state()
 
     def fullness(self) -> list[Any]:
         """Largest need and use of a buffer since `reset`, as shares of it; on the device, this rank's view."""
@@ -63,7 +65,8 @@ class Overflow:
 
     @contextmanager
     def synchronized(self) -> Iterator[None]:
-        """Inside, all layers take the synchronized path."""
+        """Inside, all layers take the synchronized path, with the random numbers that there were at `reset`."""
+        set_random_state(self._random)
         self._use(SyncDispatcher(self.ep, self.model.config.experts))
         try:
             yield

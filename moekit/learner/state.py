@@ -56,7 +56,8 @@ def gathered(learner: Learner, kind: str) -> dict[str, Tensor]:
     return dict(sorted(out.items()))
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of all generators that this process has, as JSON values."""
     name, keys, *rest = np.random.get_state()
     return {
         "torch": torch.get_rng_state().tolist(),
@@ -66,7 +67,8 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(s: dict[str, Any]) -> None:
+def set_random_state(s: dict[str, Any]) -> None:
+    """What `random_state` gave."""
     torch.set_rng_state(torch.tensor(s["torch"], dtype=torch.uint8))
     if s["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.tensor(s["cuda"], dtype=torch.uint8))
@@ -91,7 +93,7 @@ def save(learner: Learner, folder: str | Path, extra: dict[str, Any] | None, *, 
     entries = learner.optimizer.state(learner.updates)
     first = learner.mesh.dp.rank == 0
     entries["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()] if first else []
-    randoms = world.gather(_random_state())
+    randoms = world.gather(random_state())
     c, pp = learner.config, learner.mesh.pp.size
     manifest = {
         "updates": learner.updates,
@@ -141,8 +143,10 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
         problem = e
     _agree(learner.world, problem, f"{folder} was not read")
     learner.optimizer.refresh()
+    if learner.caches is not None:
+        learner.caches.rebuild()
     if len(manifest["random"]) == learner.world.size:
-        _set_random_state(manifest["random"][learner.world.rank])
+        set_random_state(manifest["random"][learner.world.rank])
     learner.updates, learner.skipped = manifest["updates"], manifest["skipped"]
     return manifest["extra"]
 
@@ -157,8 +161,8 @@ def _read(learner: Learner, folder: str | Path) -> dict[str, Any]:
         wanted = learner.optimizer.wanted(there.manifest["updates"])
         wanted["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()]
         whole = Transformer(learner.model.config, device="meta", seed=None)
-        names = dict.fromkeys(wanted, {n for n, _ in whole.named_parameters()})
-        names["buffer"] = {n for n, _ in whole.named_buffers()}
+        every = {n for n, _ in whole.named_parameters()}
+        names = {kind: every for kind in wanted} | {"buffer": {n for n, _ in whole.named_buffers()}}
         for kind, targets in wanted.items():  # parameters that another rank holds, or nobody trained, have no moments
             known = names[kind] if kind in ("master", "buffer") else names[kind] & there.names(kind).keys()
             there.read(kind, targets, names=known)

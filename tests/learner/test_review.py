@@ -6,12 +6,14 @@ This file is its own worker: `python test_review.py RANK SIZE FOLDER` runs every
 import functools
 import os
 import pickle
+import random
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,9 +166,27 @@ def frozen_parts(rank: int, folder: Path) -> dict:
     return found
 
 
+def noisy(flat, out) -> Terms:
+    """An objective that uses every random generator."""
+    return Terms(-out.logprob_M * (random.random() + float(np.random.rand()) + torch.rand(()).item()))
+
+
+def redone_with_random_numbers(rank: int, folder: Path) -> list:
+    found = []
+    for how in ({}, {"dispatch": "rowwise", "capacity": 0.3}):
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        one = made(replace(CONFIG, ep=2, **how), objective=noisy)
+        loss = one.step(rows(0, 2))["loss/total"]
+        if one.overflow.rowwise:
+            one.overflow.rowwise.capacity = 0.3  # it has grown
+        evaluated = one.evaluate(rows(1, 2))["eval/noisy"]
+        found.append((one.overflow.redone, loss, evaluated, random.random(), np.random.rand(), torch.rand(1).item()))
+    return found
+
+
 CASES = [
     alone_in_a_world, part_of_a_world, many_learners, bad_batches, no_graph_on_one_rank, short_replay, damaged,
-    frozen_parts,
+    frozen_parts, redone_with_random_numbers,
 ]  # fmt: skip
 
 
@@ -225,6 +245,30 @@ def test_frozen_parameters_start_equal_stay_and_are_in_the_checkpoint():
         for one in found.values():
             assert all(v for k, v in one.items() if k != "sum"), found
     assert first[0]["sum"] == second[0]["sum"] and first[1]["sum"] == second[1]["sum"]
+
+
+def test_a_redone_pass_sees_the_random_numbers_of_the_first():
+    for sync, redone in both(redone_with_random_numbers):
+        assert redone[0] == 2 and redone[1:] == sync[1:]
+
+
+def test_the_selection_bias_moves_alike_whether_a_prompt_is_shared_or_not():
+    """A position of a shared prompt counts once for each child, or the shared batch would move other experts."""
+    g = torch.Generator().manual_seed(0)
+    prompt, answers = torch.randint(0, 23, (6,), generator=g), torch.randint(0, 23, (5, 2), generator=g)
+    segment = torch.tensor([0] * 6 + [s for s in range(1, 6) for _ in range(2)])[None]
+    shared = Batch.make(
+        torch.cat([prompt, answers.reshape(-1)])[None], segment=segment, parent=torch.where(segment > 0, 0, -1)
+    )
+    apart = Batch.make(torch.stack([torch.cat([prompt, a]) for a in answers]))
+    apart = replace(apart, labels=apart.labels.index_fill(1, torch.arange(6), -100))
+    shared = replace(shared, labels=shared.labels.index_fill(1, torch.arange(6), -100))
+    model, biases = replace(MODEL, selection_bias=True, max_positions=32), []
+    for batch in (shared, apart):
+        one = made(replace(CONFIG, bias_rate=0.01), model=model)
+        one.step([batch])
+        biases.append(torch.stack(list(one._buffers().values())))
+    assert torch.equal(*biases) and biases[0].any()
 
 
 def test_a_second_learner_takes_the_parameters_over():
