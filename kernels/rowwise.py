@@ -65,4 +65,4 @@ def _move(
 
 _TYPES = {"near": "*bf16:16", "peer": "*i64:16", "rank": "*i64:16", "row": "*i64:16", "R": "i32", "D": "i32:16"}
 _SIZES = {"WIDE": True, "BLOCK_R": TILE[0], "BLOCK_D": TILE[1]}
-AOT = [(f"rowwise fetch={f}", _move, _TYPES, _SIZES | {"COPIES": 1, "FETCH": f}, 4, 3) for f in (False, True)]
+AOT = [(f"rowwise {n}", _move, _TYPES, _SIZES | {"COPIES": 1, "FETCH": n == "get"}, 4, 3) for n in ("put", "get")]
