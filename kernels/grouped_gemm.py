@@ -43,7 +43,7 @@ def narrow(x, kind: tl.constexpr):
     return x.to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _rows_kernel(
     x_ptr, w_ptr, y_ptr, offset_ptr, row_ptr, place_ptr,
     R, M, K, E, x_row, x_col, w_expert, w_out, w_in, y_row, y_col,
@@ -125,12 +125,14 @@ def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def _check(name: str, precision: str, *tensors: Tensor) -> None:
+def _check(name: str, precision: str | None, *tensors: Tensor) -> str:
+    """The precision in force."""
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     if any(t.dtype != tensors[0].dtype or t.dtype not in kinds for t in tensors):
         raise ValueError(f"{name}: dtypes {[str(t.dtype) for t in tensors]}; they must be equal and one of {kinds}")
-    if precision not in ("ieee", "tf32"):
+    if precision not in ("ieee", "tf32", None):
         raise ValueError(f"{name}: precision {precision!r} does not exist; choose 'ieee' or 'tf32'")
+    return precision or ("tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee")
 
 
 def grouped_gemm(
@@ -141,7 +143,7 @@ def grouped_gemm(
     place_R: Tensor | None = None,
     out: Tensor | None = None,
     clear: bool = False,
-    precision: str = "ieee",
+    precision: str | None = None,
     programs: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -157,14 +159,14 @@ def grouped_gemm(
         place_R: [R] where results go, all different; None = r.
         out: [S, M] to write into; None = new, S = R. Made by the caller when place_R leaves rows of it out.
         clear: write zero to the results of the room; otherwise they are not written.
-        precision: of float32 products: "ieee" or "tf32".
+        precision: of float32 products: "ieee" or "tf32"; None = as torch's matmul (not TF32 unless asked for there).
         programs: how many walk the tiles; None = one a multiprocessor.
 
     Cost: R*M*K multiply-adds, summed in float32; no host read. An expert of n rows costs ceil(n / tile rows) tiles.
     """
     (N, K), (E, M, _) = x.shape, w_EMK.shape
     R = N if row_R is None else row_R.shape[0]
-    _check("grouped_gemm", precision, x, w_EMK)
+    precision = _check("grouped_gemm", precision, x, w_EMK)
     if w_EMK.shape[2] != K or offset_E.shape != (E,) or (place_R is not None and place_R.shape[0] != R):
         raise ValueError(
             f"grouped_gemm: x {tuple(x.shape)}, w {tuple(w_EMK.shape)}, {offset_E.shape[0]} offsets differ"
@@ -190,7 +192,7 @@ def grouped_wgrad(
     dy_row_R: Tensor | None = None,
     x_row_R: Tensor | None = None,
     add: bool = False,
-    precision: str = "ieee",
+    precision: str | None = None,
     programs: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -208,11 +210,9 @@ def grouped_wgrad(
     Cost: R*M*K multiply-adds; no atomics, so equal inputs give bitwise equal results; no host read.
     """
     E, M, K = out_EMK.shape
-    _check("grouped_wgrad", precision, dy, x)
+    precision = _check("grouped_wgrad", precision, dy, x)
     if dy.shape[1] != M or x.shape[1] != K or offset_E.shape != (E,):
-        raise ValueError(
-            f"grouped_wgrad: dy {tuple(dy.shape)} and x {tuple(x.shape)} do not fit {tuple(out_EMK.shape)}"
-        )
+        raise ValueError(f"grouped_wgrad: dy {(*dy.shape,)}, x {(*x.shape,)} do not fit {(*out_EMK.shape,)}")
     t = tile or weight_tile(x.dtype)
     if out_EMK.numel():
         _weight_kernel[(programs or _programs(x.device),)](
@@ -224,35 +224,30 @@ def grouped_wgrad(
 
 
 def _shipped() -> list[tuple]:
-    """What test_aot compiles: contiguous operands, sizes that are multiples of 16, 64 experts."""
+    """What test_aot compiles: all that one feed-forward launches, with contiguous operands and 64 experts."""
     found: list[tuple] = []
-    sizes = dict.fromkeys(("R", "E"), "i32") | dict.fromkeys(
-        ("M", "K", "x_row", "y_row", "dy_row", "w_expert"), "i32:16"
-    )
-    for kind, tiles in (("bf16", NARROW), ("fp32", EXACT)):
-        pointers = dict.fromkeys(("x_ptr", "w_ptr", "y_ptr", "dy_ptr"), f"*{kind}:16")
-        pointers |= dict.fromkeys(("offset_ptr", "row_ptr", "place_ptr", "dy_row_ptr", "x_row_ptr"), "*i64:16")
-        common = {"PRECISION": "ieee"}
-        star = "*" if kind == "bf16" else ""
-        for height, t in tiles.items():
-            blocks = {"BLOCK_R": t.rows, "BLOCK_M": t.cols, "BLOCK_K": t.depth, "EXPERTS": 128, "x_col": 1, "y_col": 1}
-            for name, flags, unit in (
-                ("gather", {"GATHER": True, "SCATTER": False, "place_ptr": None, "CLEAR": False}, "w_in"),
-                ("scatter", {"GATHER": False, "SCATTER": True, "row_ptr": None, "CLEAR": True}, "w_in"),
-                ("dgrad", {"GATHER": False, "SCATTER": True, "row_ptr": None, "CLEAR": True}, "w_out"),
-            ):
-                constants = blocks | flags | common | {unit: 1}
-                strides = {"w_in": "i32:16", "w_out": "i32:16"}
-                found.append((f"grouped_gemm {kind} {height} {name}{star}", _rows_kernel, pointers | sizes | strides,
-                              constants, t.warps, t.stages))  # fmt: skip
+    types = dict.fromkeys(("offset_ptr", "row_ptr", "place_ptr", "dy_row_ptr", "x_row_ptr"), "*i64:16")
+    types |= dict.fromkeys(("M", "K", "x_row", "y_row", "dy_row", "w_expert", "w_in", "w_out"), "i32:16")
+    types |= {"R": "i32", "E": "i32", "dw_ptr": "*fp32:16"}
+    forward, transposed, one = {"w_in": 1}, {"w_out": 1}, {"x_col": 1, "y_col": 1, "dy_col": 1}
+    gather = {"GATHER": True, "SCATTER": False, "CLEAR": False, "place_ptr": None}
+    scatter = {"GATHER": False, "SCATTER": True, "CLEAR": True, "row_ptr": None}
+    uses = {"up": gather | forward, "down": scatter | forward, "dh": gather | transposed, "dx": scatter | transposed}
+    d_up, d_down = {"GATHER_DY": False, "dy_row_ptr": None}, {"GATHER_X": False, "x_row_ptr": None}
+    weights = {"d_up": d_up | {"GATHER_X": True}, "d_down": d_down | {"GATHER_DY": True}}
+    for kind, precision, tiles in (("bf16", "ieee", NARROW), ("fp32", "ieee", EXACT), ("fp32", "tf32", EXACT)):
+        name, star = (precision if precision == "tf32" else kind), "" if (kind, precision) == ("fp32", "ieee") else "*"
+        operands = types | dict.fromkeys(("x_ptr", "w_ptr", "y_ptr", "dy_ptr"), f"*{kind}:16")
+        jobs = [(f"grouped_gemm {name} {t.rows} {use}{star}", _rows_kernel, t, ("BLOCK_R", "BLOCK_M", "BLOCK_K"),
+                 flags | {"EXPERTS": 128}) for t in tiles.values() for use, flags in uses.items()]  # fmt: skip
         t = WEIGHTS[2 if kind == "bf16" else 4]
-        for name, add in (("overwrite", False), ("add", True)):
-            constants = {"BLOCK_M": t.rows, "BLOCK_K": t.cols, "BLOCK_R": t.depth, "GATHER_DY": False, "GATHER_X": True,
-                         "dy_row_ptr": None, "ADD": add, "dy_col": 1, "x_col": 1, "w_in": 1} | common  # fmt: skip
-            signature = pointers | sizes | {"w_out": "i32:16", "dw_ptr": "*fp32:16"}
-            found.append(
-                (f"grouped_wgrad {kind} {name}{star}", _weight_kernel, signature, constants, t.warps, t.stages)
-            )
+        jobs += [(f"grouped_wgrad {name} {use}{star}", _weight_kernel, t, ("BLOCK_M", "BLOCK_K", "BLOCK_R"),
+                  flags | {"ADD": True, "w_in": 1}) for use, flags in weights.items()]  # fmt: skip
+        for name, kernel, t, blocks, flags in jobs:
+            constants = dict(zip(blocks, (t.rows, t.cols, t.depth))) | flags | {"PRECISION": precision}
+            constants |= {a: 1 for a in one if a in kernel.arg_names}
+            found.append((name, kernel, {a: kind for a, kind in operands.items() if a in kernel.arg_names},
+                          constants, t.warps, t.stages))  # fmt: skip
     return found
 
 

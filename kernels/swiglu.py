@@ -85,8 +85,7 @@ def swiglu(pre_R2F: Tensor, offset_E: Tensor, gate_S: Tensor | None = None, slot
         offset_E: [E], where the rows of each expert end; rows past the last are not read.
         gate_S, slot_R: gates, flat and contiguous, and the one that belongs to each row; None = 1.
 
-    Returns:
-        [R, F]; rows past offset_E[-1] are not written. Arithmetic in float32, one rounding.
+    Returns [R, F]; rows past offset_E[-1] are not written. Arithmetic in float32, one rounding.
     """
     _gates("swiglu", pre_R2F, gate_S, slot_R)
     R, F = pre_R2F.shape[0], pre_R2F.shape[1] // 2
@@ -106,11 +105,8 @@ def swiglu_backward(
 
     du = gate dh silu(g),  dg = gate dh u silu'(g),  dgate[slot_r] = <dh_r, silu(g_r) * u_r>
 
-    Args: `dh_RF` [R, F], rows contiguous; the others as in `swiglu`.
-
-    Returns:
-        (dpre [R, 2F], h [R, F], dgate [S] or None). Rows past offset_E[-1] are not written, and the gradient of a gate
-        without a row is zero.
+    Args: `dh_RF` [R, F], rows contiguous; the others as in `swiglu`. Returns (dpre [R, 2F], h [R, F], dgate [S] or
+    None): rows past offset_E[-1] are not written, and the gradient of a gate without a row is zero.
     """
     _gates("swiglu_backward", pre_R2F, gate_S, slot_R)
     (R, F), E = dh_RF.shape, offset_E.shape[0]
@@ -126,10 +122,8 @@ def swiglu_backward(
 
 
 _TYPES = dict.fromkeys(("dh_ptr", "pre_ptr", "h_ptr", "dpre_ptr"), "*bf16:16") | {"E": "i32"}
-_TYPES |= {"gate_ptr": "*fp32:16", "dgate_ptr": "*fp32:16", "slot_ptr": "*i64:16", "offset_ptr": "*i64:16"}
+_TYPES |= dict.fromkeys(("gate_ptr", "dgate_ptr"), "*fp32:16") | dict.fromkeys(("slot_ptr", "offset_ptr"), "*i64:16")
 _TYPES |= dict.fromkeys(("F", "dh_row", "pre_row", "dpre_row", "h_row"), "i32:16")
 _BLOCKS = {"GATED": True, "BLOCK_R": TILE.rows, "BLOCK_F": TILE.cols}
-AOT = [
-    ("swiglu forward", _forward_kernel, _TYPES, _BLOCKS, TILE.warps, TILE.stages),
-    ("swiglu backward", _backward_kernel, _TYPES, _BLOCKS, TILE.warps, TILE.stages),
-]
+_BOTH = (("swiglu forward", _forward_kernel), ("swiglu backward", _backward_kernel))
+AOT = [(name, kernel, _TYPES, _BLOCKS, TILE.warps, TILE.stages) for name, kernel in _BOTH]

@@ -28,7 +28,7 @@ class Tile:
 
 
 NARROW = {16: Tile(16, 128, 64, 4, 5), 64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 256, 64, 8, 3)}  # 2-byte operands
-EXACT = {16: Tile(16, 64, 32, 4, 3), 64: Tile(64, 64, 32, 8, 3)}  # float32, multiplied without TF32
+EXACT = {64: Tile(64, 64, 32, 8, 3)}  # float32
 WEIGHTS = {2: Tile(128, 128, 64, 8, 4), 4: Tile(64, 64, 32, 4, 3)}  # dw: depth is rows of x; 128 x 256 spills
 ELEMENTWISE = Tile(4, 512, 1, 4, 1)  # SwiGLU: 4 rows of 512 columns at a time
 

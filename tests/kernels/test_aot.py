@@ -39,7 +39,11 @@ def test_no_spills_and_the_matrix_unit(compiled, arch):
 def test_tall_bf16_tiles_use_the_unit_of_their_architecture(compiled):
     """Warp-group products on sm_90 and tcgen05 on sm_100 from 64 rows; 16 rows take the older warp instruction."""
     for arch, unit in ((90, "HGMMA"), (100, "UTCHMMA")):
-        tall = [r for r in compiled[arch] if "bf16" in r.name and r.name.startswith("grouped") and " 16 " not in r.name]
+        tall = [
+            r
+            for r in compiled[arch]
+            if r.name.startswith(("grouped_gemm bf16", "grouped_wgrad bf16")) and " 16 " not in r.name
+        ]
         assert tall and all(r.instructions.get(unit) for r in tall), tall
 
 

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from moekit import ops
 from moekit.errors import BackendError
 from moekit.kernels import grouped_gemm as gg
@@ -125,6 +127,19 @@ def test_wrong_operands_are_refused():
         gg.grouped_wgrad(x, x, offset, w)
 
 
+def test_tf32_only_when_torch_is_asked_for_it():
+    """The interpreter multiplies in float32 whatever is said, so this holds the choice, not its effect."""
+    switch, x = torch.backends.cuda.matmul, torch.zeros(1)
+    before = switch.fp32_precision
+    try:
+        switch.fp32_precision = "ieee"
+        assert gg._check("x", None, x) == "ieee" and gg._check("x", "tf32", x) == "tf32"
+        switch.fp32_precision = "tf32"
+        assert gg._check("x", None, x) == "tf32" and gg._check("x", "ieee", x) == "ieee"
+    finally:
+        switch.fp32_precision = before
+
+
 # the whole feed-forward
 NAMES = ("y", "x", "gate", "gate_up", "down")
 SHAPES = {"odd": (13, 3, 5, 21, 19), "one token": (1, 2, 4, 16, 8), "no token": (0, 2, 3, 8, 8), "few": (2, 1, 9, 7, 5)}
@@ -167,6 +182,26 @@ def test_expanded_gradient_and_choices_without_a_row():
     for name, a, b in zip(NAMES, got, want):
         near(a, b, torch.float32, name)
     assert not got[0][5:].any() and not got[1][5:].any() and not got[2][5:].any()
+
+
+def test_no_number_is_read_on_the_host():
+    """Every torch operation of forward and backward, seen on its way: none copies a value to Python or makes a shape of
+    data. (On CUDA: torch.cuda.set_sync_debug_mode.)"""
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(str(function))
+            return function(*args, **(kwargs or {}))
+
+    expert, tensors, dy = moe_case(*SHAPES["few"], torch.float32)
+    rows = sort_rows(expert, SHAPES["few"][2])
+    with Watch():
+        run(triton_ffn.moe_ffn, rows, tensors, dy)
+        triton_ffn.expert_ffn(tensors[0], rows.offset_E, *tensors[2:])
+    reads = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "repeat_interleave", "unique")
+    assert "aten.new_empty.default" in seen
+    assert not [name for name in seen if any(read in name for read in reads)]
 
 
 @pytest.fixture
