@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 import subprocess
 import sys
@@ -215,6 +216,35 @@ def test_thirty_steps_end_at_the_same_loss(dtype):
         losses = [made.step([b])["loss/total"] for b in batches(30)]
         final.append(sum(losses[-5:]) / 5)
     assert final[0] < 4.8 and abs(final[1] / final[0] - 1) < 0.02 and final[0] != final[1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_the_demo_in_mxfp8_ends_within_two_percent_of_bfloat16(tmp_path):
+    """The demo's data, model and schedule in 150 shorter steps, bfloat16 parameters, 3 seeds of weights and row order:
+    mean loss of the last 20 steps."""
+    from moekit.data.chat import load_tokenizer
+    from moekit.learner.weights import export
+    from moekit.recipes import demo, sft
+
+    demo._make_data(tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    shape = replace(preset("demo"), vocab=len(tokenizer), bos_id=tokenizer.bos_token_id,
+                    eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)  # fmt: skip
+    base = replace(demo._config(tmp_path, 150), batch_rows=8, dtype="bfloat16", export=False, save_every=None)
+    for seed in range(3):
+        export(Transformer(shape, seed=seed), tmp_path / "initial", tmp_path / "tokenizer", overwrite=True)
+        final = []
+        for precision in ("model", "mxfp8"):
+            out = tmp_path / f"{precision}_{seed}"
+            sft.train(replace(base, seed=seed, out=str(out), rows=replace(base.rows, seed=seed),
+                              learner=replace(base.learner, precision=precision)))  # fmt: skip
+            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            losses = [line["loss/sft"] for line in lines if "loss/sft" in line]
+            assert len(losses) == 150 and losses[0] > 5.5
+            final.append(sum(losses[-20:]) / 20)
+        print(f"seed {seed}: bfloat16 {final[0]:.4f}, mxfp8 {final[1]:.4f}, ratio {final[1] / final[0]:.4f}")
+        assert final[0] < 2.5 and abs(final[1] / final[0] - 1) < 0.02, (seed, final)
 
 
 def test_config_travels():
