@@ -107,17 +107,17 @@ def save_state(
     Cost: one copy of this rank's values with `asynchronous` (its buffer is kept) or on a GPU; else none.
     """
     path = Path(os.path.abspath(path))
-    if (previous := _saves.get(world.rank)) is not None:
-        if not previous.done:
-            warnings.warn(f"the save of {previous.path} is still being written; waiting for it", stacklevel=2)
-        if not (previous._told and previous.done):
-            previous.wait()
     refuse_existing(path, overwrite)
     if not token and world.size > 1:
         raise CheckpointError(f"saving {path} from {world.size} ranks needs a token that all ranks agree on")
     attempt = _Attempt(path, world.rank, world.size, token or secrets.token_hex(8), patience)
     flat = [(kind, piece, t.detach()) for kind, group in entries.items() for piece, t in group]
     try:
+        if (previous := _saves.get(world.rank)) is not None:
+            if not previous.done:
+                warnings.warn(f"the save of {previous.path} is still being written; waiting for it", stacklevel=2)
+            if not (previous._told and previous.done):
+                previous.wait()  # here, because others may have been told already and go on
         text = json.dumps(dict(manifest))
         for kind, p, t in flat:
             if t.shape != (len(p),) or not t.is_contiguous() or t.dtype not in CODES:

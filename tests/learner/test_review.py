@@ -10,8 +10,11 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moekit.checkpoint.intervals import Piece
+from moekit.checkpoint.write import save_state
 from moekit.config import LearnerConfig, RouterLossConfig
 from moekit.data.batch import Batch
-from moekit.errors import CheckpointError, ConfigError, DataError
+from moekit.errors import CheckpointError, ConfigError, DataError, MoekitError
 from moekit.learner.learner import Learner
 from moekit.learner.mesh import Mesh, World
 from moekit.learner.weights import from_checkpoint
@@ -269,6 +274,32 @@ def test_the_selection_bias_moves_alike_whether_a_prompt_is_shared_or_not():
         one.step([batch])
         biases.append(torch.stack(list(one._buffers().values())))
     assert torch.equal(*biases) and biases[0].any()
+
+
+def test_a_failed_save_that_only_some_ranks_were_told_of_ends_the_next_one_at_once(tmp_path):
+    """Rank 0 waited for the failed save, rank 1 did not: it is told at the next save, and tells rank 0."""
+    (tmp_path / "file").write_text("not a folder")
+    ended = {}
+
+    def rank(r: int) -> None:
+        entries = {"master": [(Piece("w", (8,), 4 * r, 4 * r + 4), torch.arange(4.0))]}
+        world = SimpleNamespace(rank=r, size=2)
+        first = save_state(tmp_path / "file" / "a", entries, {}, world=world, token="1", asynchronous=True, patience=1)
+        if r == 0:
+            raised(MoekitError, first.wait)
+        else:
+            time.sleep(0.5)
+        ended[r] = (
+            raised(MoekitError, lambda: save_state(tmp_path / "b", entries, {}, world=world, token="2", patience=30)),
+            time.monotonic(),
+        )
+
+    began, both_ranks = time.monotonic(), [threading.Thread(target=rank, args=(r,)) for r in (0, 1)]
+    for t in both_ranks:
+        t.start()
+    for t in both_ranks:
+        t.join()
+    assert all("cannot write" in text and at - began < 25 for text, at in ended.values()), ended
 
 
 def test_a_second_learner_takes_the_parameters_over():
