@@ -11,6 +11,8 @@ writes 2. The gates multiply the activation instead (`swiglu.py`), and K scatter
 
 Axis letters: R routed rows, E experts, K and M input and output width of a product, S rows of the scattered output.
 """
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (a launch takes plain values where the kernel says tl.constexpr, and num_warps, which it does not name)
 
 from __future__ import annotations
 
@@ -178,8 +180,7 @@ def grouped_gemm(
     _rows_kernel[(programs or _programs(x.device),)](
         x, w_EMK, y, offset_E, row_R, place_R, R, M, K, E, *x.stride(), *w_EMK.stride(), *y.stride(),
         EXPERTS=triton.next_power_of_2(E + 1), BLOCK_R=t.rows, BLOCK_M=t.cols, BLOCK_K=t.depth,
-        GATHER=row_R is not None, SCATTER=place_R is not None, CLEAR=clear, PRECISION=precision,
-        num_warps=t.warps, num_stages=t.stages,
+        GATHER=row_R is not None, SCATTER=place_R is not None, CLEAR=clear, PRECISION=precision, **t.launch,
     )  # fmt: skip
     return y
 
@@ -218,7 +219,7 @@ def grouped_wgrad(
         _weight_kernel[(programs or _programs(x.device),)](
             dy, x, out_EMK, offset_E, dy_row_R, x_row_R, M, K, E, *dy.stride(), *x.stride(), *out_EMK.stride(),
             BLOCK_M=t.rows, BLOCK_K=t.cols, BLOCK_R=t.depth, GATHER_DY=dy_row_R is not None,
-            GATHER_X=x_row_R is not None, ADD=add, PRECISION=precision, num_warps=t.warps, num_stages=t.stages,
+            GATHER_X=x_row_R is not None, ADD=add, PRECISION=precision, **t.launch,
         )  # fmt: skip
     return out_EMK
 

@@ -7,6 +7,8 @@ fused into the product before it: the backward needs g and u, so they are writte
 
 Axis letters: R routed rows, E experts, F expert width, S = N*K slots of the gates.
 """
+# pyright: reportArgumentType=false, reportCallIssue=false
+# (a launch takes plain values where the kernel says tl.constexpr, and num_warps, which it does not name)
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def swiglu(pre_R2F: Tensor, offset_E: Tensor, gate_S: Tensor | None = None, slot
     if h.numel():
         _forward_kernel[(triton.cdiv(R, TILE.rows), triton.cdiv(F, TILE.cols))](
             pre_R2F, gate_S, slot_R, h, offset_E, offset_E.shape[0], F, pre_R2F.stride(0), h.stride(0),
-            GATED=gate_S is not None, BLOCK_R=TILE.rows, BLOCK_F=TILE.cols, num_warps=TILE.warps,
+            GATED=gate_S is not None, BLOCK_R=TILE.rows, BLOCK_F=TILE.cols, **TILE.launch,
         )  # fmt: skip
     return h
 
@@ -116,7 +118,7 @@ def swiglu_backward(
         _backward_kernel[(triton.cdiv(R, TILE.rows),)](
             dh_RF, pre_R2F, gate_S, slot_R, dpre, h, dgate, offset_E, E, F, dh_RF.stride(0), pre_R2F.stride(0),
             dpre.stride(0), h.stride(0), GATED=gate_S is not None, BLOCK_R=TILE.rows, BLOCK_F=TILE.cols,
-            num_warps=TILE.warps,
+            **TILE.launch,
         )  # fmt: skip
     return dpre, h, dgate
 

@@ -28,10 +28,10 @@ def _scattered(x: Tensor, w: Tensor, offset_E: Tensor, place_R: Tensor | None, l
     return y_SD if choices == 1 else y_SD.view(like_ND.shape[0], choices, y_SD.shape[1]).sum(1)
 
 
-def _weight(dy: Tensor, x: Tensor, offset_E: Tensor, weight: Tensor, slot: Any, **rows: Tensor | None) -> Tensor | None:
+def _weight(dy, x, offset_E, weight: Tensor, slot: Any, dy_row_R=None, x_row_R=None) -> Tensor | None:
     """The weight's gradient into its slot (None for autograd), or anew."""
     target = torch.empty_like(weight) if slot is None else slot.view
-    grouped_wgrad(dy, x, offset_E, target, add=slot is not None and slot.filled, **rows)
+    grouped_wgrad(dy, x, offset_E, target, dy_row_R, x_row_R, slot is not None and slot.filled)
     if slot is None:
         return target
     slot.filled = True
@@ -69,7 +69,7 @@ class TritonFFN(torch.autograd.Function):
             dgate_up = _weight(dpre, x_ND, offset_E, gate_up_E2FD, ctx.slots[0], x_row_R=row_R)
         if need[0]:
             dx = _scattered(dpre, gate_up_E2FD.mT, offset_E, slot_R, x_ND, ctx.choices)
-        dgate = dgate.view_as(gate_NK) if dgate is not None and need[1] else None
+        dgate = dgate.view(gate_NK.shape) if dgate is not None and gate_NK is not None and need[1] else None
         return dx, dgate, dgate_up, ddown, None, None, None, None
 
 

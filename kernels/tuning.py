@@ -12,6 +12,7 @@ sm_90 multiplies by warp group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,11 @@ class Tile:
     depth: int
     warps: int
     stages: int
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Arguments of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 NARROW = {16: Tile(16, 128, 64, 4, 5), 64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 256, 64, 8, 3)}  # 2-byte operands
