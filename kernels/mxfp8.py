@@ -86,7 +86,9 @@ def quantise_columns(x: Tensor, mode: Mode = "ceil") -> Quantised:
     return quantise(padded.transpose(-1, -2), mode)
 
 
-quantise_both = lambda x, mode="ceil": (quantise(x, mode), quantise_columns(x, mode))  # Triton's reads x once
+def quantise_both(x: Tensor, mode: Mode = "ceil") -> tuple[Quantised, Quantised]:
+    """`quantise` and `quantise_columns`; Triton's form reads x once."""
+    return quantise(x, mode), quantise_columns(x, mode)
 
 
 def grouped_mm(x: Quantised, w: Quantised, offset_E: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -111,7 +113,7 @@ class Operands:
     def of(weight: Tensor, backward: bool = True, mode: Mode = "ceil") -> Operands:
         """Quantise a stack of weights, both ways or forward only."""
         form = forms(weight)
-        return Operands(*form.quantise_both(weight, mode) if backward else (form.quantise(weight, mode), None))
+        return Operands(*form.quantise_both(weight, mode)) if backward else Operands(form.quantise(weight, mode), None)
 
 
 def forms(like: Tensor) -> Any:

@@ -147,18 +147,18 @@ def explain(
     }
 
 
-def _mx_operands(x: Tensor, *weights: Tensor) -> list[Operands] | None:
+def _mx_operands(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Operands, Operands] | None:
     """The weights' MXFP8 copies, where they have them (`mx_cache`, set by `moekit.learner.precision`)."""
-    caches = [getattr(w, "mx_cache", None) for w in weights]
-    if all(c is None for c in caches):
+    high, low = getattr(gate_up, "mx_cache", None), getattr(down, "mx_cache", None)
+    if high is None and low is None:
         return None
-    found = [c.current() for c in caches if c is not None]
-    if len(found) < len(weights) or any(w.device != o.forward.code.device for w, o in zip(weights, found)):
-        raise ConfigError("only some of a layer's expert weights have an mxfp8 copy, or it is on another device")
-    backward = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
+    if high is None or low is None:
+        raise ConfigError("only one of a layer's two expert weights has an mxfp8 copy; make both with ExpertCaches")
+    found: tuple[Operands, Operands] = high.current(), low.current()
+    backward = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     if backward and any(o.transposed is None for o in found):
         raise ConfigError(
-            "this model's mxfp8 copies are forward-only; run it under no_grad, or make them with backward"
+            "these mxfp8 copies are forward-only: run the model under no_grad, or make them with backward"
         )
     return found
 
@@ -228,6 +228,8 @@ def expert_ffn(
     mx = _mx_operands(x_RD, gate_up_E2FD, down_EDF)
     if mx is None and not _plain() and (form := _ffn(x_RD, (gate_up_E2FD, down_EDF))) is not ragged:
         return form.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, order_R, slots)
+    if mx is not None and x_RD.is_cuda:  # no host read
+        return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R)
     total = int(offset_E[-1])
     if total > x_RD.shape[0] or (order_R is not None and order_R.shape[0] != total):
         raise ConfigError(f"expert_ffn: {total} rows of experts, but x has {x_RD.shape[0]} and order_R={order_R}")

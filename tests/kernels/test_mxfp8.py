@@ -260,6 +260,8 @@ made = triton.compile(ASTSource(fn, types, constants, aligned), target=GPUTarget
 print(*set(re.findall(r"tcgen05[.]mma[^ ]*", made.asm["ptx"])))
 """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "kind::mxf8f6f4.block_scale" in done.stdout and "kind::f16" not in done.stdout, done.stdout

@@ -170,7 +170,7 @@ def test_shapes_and_dtypes_that_cannot_work_are_refused():
     half = Transformer(SHAPE, seed=0)
     ExpertCaches(half)
     del next(iter(experts(half).values())).mx_cache
-    with pytest.raises(ConfigError, match="only some"):
+    with pytest.raises(ConfigError, match="only one"):
         half(batches(1)[0])
 
 
