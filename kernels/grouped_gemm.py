@@ -22,10 +22,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from .tuning import EXACT, NARROW, WEIGHTS, Tile, gemm_tile, weight_tile
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # its bfloat16 products are wrong: multiply in float32 there
+INTERPRET = tl.constexpr(knobs.runtime.interpret)  # its bfloat16 products are wrong: multiply in float32 there
 
 
 @triton.jit
