@@ -156,7 +156,7 @@ class World:
     @property
     def cuda(self) -> bool:
         """Whether the ranks compute on GPUs; numbers of the host may travel by gloo even then (cpu:gloo,cuda:nccl)."""
-        return self.size > 1 and "nccl" in dist.get_backend(self.group)
+        return self.size > 1 and dist.is_initialized() and "nccl" in dist.get_backend(self.group)
 
     @property
     def device(self) -> torch.device:
