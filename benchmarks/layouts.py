@@ -1,6 +1,8 @@
 """Step time by layout on one machine, against one process with the same rows and the same threads in all.
 
-    python benchmarks/layouts.py [--configs A B] [--rounds 5] [--steps 4] [--json]
+    python benchmarks/layouts.py [--configs A] [--rounds 5] [--steps 4] [--json]
+
+All layouts' processes are alive together: configuration A takes 4 GB, B some 50 GB.
 
 Every layout starts its own processes (`moekit.submit`), warms up, and then times `--steps` steps a round; rounds of all
 layouts take turns, so that a busy machine hits all of them. Shown: seconds a step (median of rounds, slowest rank), the
