@@ -16,8 +16,8 @@ low for amax up to 39 units of the last place above 448 * 2^k, |k| large.
 Forward and input gradients are MXFP8, with weights quantised along either's contraction axis; **weight gradients stay
 in the dtype of x**. They contract over tokens: blocks would run over rows of ragged groups (each padded to 32), and the
 noise would be summed over microbatches and stay in the moments. (OLMoDDP's backward runs plain grouped matmuls as
-well; which of the two its final recipe keeps wide is not published.) The backward takes quantisation for the identity. This file is the truth for Triton's form, and what runs on CPU: codes are
-read back, exactly, and multiplied in float32.
+well; which of the two its final recipe keeps wide is not published.) The backward takes quantisation for the identity.
+This file is the truth for Triton's form, and what runs on CPU: codes are read back, exactly, and multiplied in float32.
 
 Axis letters: R rows in expert order, N positions, K contraction axis, M outputs, E experts, D width, F expert width.
 """
