@@ -121,6 +121,10 @@ def run(
     learner = Learner(model(dtype, config), SFT(denominator), learner_config, world)
     plant(learner, bug)
     dp, first = learner.mesh.dp, {}
+    scored = learner.evaluate(take(batch(9), dp.rank, dp.size).split(rows))
+    scored_redone = learner.overflow.redone
+    if learner.overflow.rowwise is not None:
+        learner.overflow.rowwise.capacity = learner_config.capacity  # so that the step overflows as the pass did
     for step in range(steps):
         parts = take(batch(step), dp.rank, dp.size).split(rows)
         replay = [skewed(i, b.flat.positions) for i, b in enumerate(parts)] if skew and step == 0 else None
@@ -138,8 +142,9 @@ def run(
         "decided": counts["policy", "forward"],
         "ran": ran,
         "last": metrics,
-        "evaluated": learner.evaluate(take(batch(9), dp.rank, dp.size).split(rows)),
-        "redone": learner.overflow.redone,
+        "scored": scored,
+        "scored_redone": scored_redone,
+        "redone": learner.overflow.redone - scored_redone,
     }
 
 
