@@ -194,8 +194,8 @@ class Learner:
         pooled = c.granularity == "hf" and c.balance > 0
         if pooled and (len(flats) > 1 or self.world.size > 1):
             raise ConfigError(
-                f"router granularity 'hf' pools one microbatch on one process, got {len(flats)} microbatch(es) on "
-                f"{self.world.size} rank(s); use 'sequence' or 'microbatch'"
+                f"router granularity 'hf' pools one microbatch on one process, got {len(flats)} microbatches, "
+                f"world size {self.world.size}; use 'sequence' or 'microbatch'"
             )
         (divisor,) = self.mesh.dp.sum_list([scope_count(flats, c.scope)])
         router = RouterLoss(c, max(divisor, 1.0), self.mesh.dp.sum if self.mesh.dp.size > 1 else None)

@@ -202,5 +202,6 @@ def test_the_dispatcher_of_a_configuration(monkeypatch):
 def test_ranks_on_gpus_are_known_by_their_process_group(monkeypatch):
     """The launcher's group is cpu:gloo,cuda:nccl: rows are on GPUs, numbers of the host still go by gloo."""
     for backend, cuda, kind in (("cpu:gloo,cuda:nccl", True, "cpu"), ("gloo", False, "cpu")):
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
         monkeypatch.setattr("torch.distributed.get_backend", lambda group, backend=backend: backend)
         assert World(0, 2).cuda == cuda and World(0, 2).device.type == kind
