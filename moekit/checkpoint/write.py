@@ -207,16 +207,16 @@ class _Attempt:
         """Until all entries are there (rank 0), or the checkpoint is in place (the others)."""
         seen, since, pause = None, time.monotonic(), 0.002
         while True:
-            for file in sorted(self.folder.glob("*.error")):
-                told = json.loads(file.read_text())
+            try:
+                state = {f.name: f.stat().st_size for f in os.scandir(self.folder)}
+            except OSError:  # it, or a file of it, has just been moved: the next look will tell
+                state = {}
+            for name in sorted(n for n in state if n.endswith(".error")):
+                told = json.loads((self.folder / name).read_text())
                 raise (StorageError if told["storage"] else CheckpointError)(told["text"])
             late = [rank for rank in range(self.size) if not self._file(rank, "json").exists()]
             if self.rank == 0 and not late or self.rank and not self.folder.exists():
                 break
-            try:
-                state = {f.name: f.stat().st_size for f in os.scandir(self.folder)}
-            except OSError:  # it has just been renamed
-                continue
             if state != seen:
                 seen, since = state, time.monotonic()
             elif time.monotonic() - since > self.patience:

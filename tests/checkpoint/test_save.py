@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -642,3 +643,20 @@ def test_show_and_verify_say_what_is_there(tmp_path, capsys):
     assert show(tmp_path / "checkpoints") == told.rstrip("\n")
     assert main(["checkpoint", "show", str(tmp_path / "nothing")]) == 2
     assert "nothing is not a checkpoint" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_put_in_place_while_another_rank_looks_is_no_error(tmp_path, monkeypatch):
+    """Rank 0 renames the temporary folder between rank 1's look at its name and its look inside."""
+    attempt = write._Attempt(tmp_path / "c", 1, 2, "token", 5.0)
+    attempt.folder.mkdir()
+    look = os.scandir
+
+    def renamed(path):
+        monkeypatch.setattr(os, "scandir", look)
+        attempt.folder.rename(tmp_path / "c")
+        (tmp_path / "c" / "manifest.json").write_text('{"token": "token"}')
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", renamed)
+    attempt._wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
