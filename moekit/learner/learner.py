@@ -228,7 +228,7 @@ class Learner:
         own += [self.gradients.square_norm(), *self.overflow.fullness()]
         mine = torch.stack([torch.as_tensor(x, device=device).to(torch.float64) for x in own])
         all_WX = self.world.all_gather(mine.new_empty(self.world.size, len(own)).view(-1), mine, "counts")
-        rows = all_WX.view(self.world.size, -1).tolist()  # the one host read of a step
+        rows = all_WX.view(self.world.size, -1).tolist()  # the one host read that the update waits for
         total = [math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in zip(*rows)]
         most = [max(column) for column in zip(*rows)]
         loss_sum, balance, z, square, *_ = total
