@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .grouped_gemm import INTERPRET, _programs
+from .grouped_gemm import INTERPRET, _programs, narrow
 from .mxfp8 import BLOCK, Mode, Quantised
 
 
@@ -120,7 +120,7 @@ def _scaled_kernel(
             else:
                 acc = tl.dot_scaled(x, x_scale, "e4m3", tl.trans(w), w_scale, "e4m3", acc)
         y_at = y_ptr + row[:, None] * M + m[None, :]
-        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(r < stop)[:, None] & (m < M)[None, :])
+        tl.store(y_at, narrow(acc, y_ptr.dtype.element_ty), mask=(r < stop)[:, None] & (m < M)[None, :])
 
 
 def _launch(x: Tensor, mode: Mode = "ceil", *, rows: bool, columns: bool) -> Any:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .grouped_gemm import narrow
 from .permute import Sorted
 
 BLOCK = 256  # choices of one program of the plan
@@ -112,7 +113,7 @@ def _sum_kernel(x, gate, place, out, N, D, K: tl.constexpr, BLOCK_N: tl.constexp
         if gate is not None:
             tile *= tl.load(gate + n * K + k, mask=at >= 0, other=0.0).to(tl.float32)[:, None]
         total += tile
-    tl.store(out + n[:, None] * D + d, total, mask=(n < N)[:, None] & (d < D))
+    tl.store(out + n[:, None] * D + d, narrow(total, out.dtype.element_ty), mask=(n < N)[:, None] & (d < D))
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _dgate_kernel(rows, dy, place, dgate, N, D, K: tl.constexpr, BLOCK_N: tl.con
         real = (at >= 0)[:, None] & (d < D)
         row = tl.load(rows + at[:, None] * D + d, mask=real, other=0.0).to(tl.float32)
         total += row * tl.load(dy + n[:, None] * D + d, mask=real, other=0.0).to(tl.float32)
-    tl.store(dgate + n * K + tl.program_id(1), tl.sum(total, 1), mask=n < N)
+    tl.store(dgate + n * K + tl.program_id(1), narrow(tl.sum(total, 1), dgate.dtype.element_ty), mask=n < N)
 
 
 _TYPES = dict.fromkeys(("x", "rows", "dy", "out"), "*bf16:16") | dict.fromkeys(("gate", "dgate"), "*fp32:16")

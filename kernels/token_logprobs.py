@@ -8,11 +8,13 @@ Axis letters: M positions, D width, V vocabulary.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)  # its 16-bit products are wrong: multiply in float32 there
+from .grouped_gemm import INTERPRET, narrow
+
 SLICES = 8  # of the vocabulary in the forward, which keep all programs busy when positions are few
 # name (* = on matrix units); M, V and D of a tile, warps, stages
 TILES = {torch.bfloat16: ("bf16 *", 128, 128, 64, 8, 3), torch.float32: ("fp32", 64, 64, 16, 4, 2)}
@@ -38,13 +40,20 @@ def token_logprobs(
     if shapes[0] != [*shapes[2], shapes[1][1]] or len(kinds) > 1 or not kinds <= TILES.keys() or not temperature > 0:
         need = f"[M, D], [V, D], [M], one dtype of {list(TILES)}, temperature > 0"
         raise ValueError(f"token_logprobs: {shapes}, {kinds}, temperature {temperature}; needs {need}")
+    hidden_MD, head_VD = _aligned(hidden_MD), _aligned(head_VD)
     return _TokenLogprobs.apply(hidden_MD, head_VD, label_M, temperature, chunk_bytes)  # type: ignore[no-any-return]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows of whole 32 bytes at least, zeros at their end: one compiled form for all sizes, and it does not spill."""
+    x = F.pad(x, (0, -x.shape[1] % 16)).contiguous()
+    return x if x.storage_offset() * x.element_size() % 16 == 0 else x.clone()
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, head, label, temperature, chunk_bytes):
-        hidden, head, label = (t.contiguous() for t in (hidden, head, label))
+        label = label.contiguous()
         (M, D), V = hidden.shape, head.shape[0]
         m, v, d, warps, stages = (16, 16, 16, 4, 2) if INTERPRET.value else TILES[hidden.dtype][1:]
         span = triton.cdiv(V, SLICES * v) * v
@@ -69,9 +78,12 @@ class _TokenLogprobs(torch.autograd.Function):
         d_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
         given = (hidden, head, label, lse, entropy, grad.contiguous(), grad_entropy.contiguous())
         for start in range(0, V, wide):
-            dz = hidden.new_empty(M, min(wide, V - start))
-            grid, args = (triton.cdiv(M, m), triton.cdiv(dz.shape[1], v)), (M, V, D, start, dz.shape[1])
-            _backward[grid](*given, dz, *args, 1.0 / ctx.temperature, m, v, d, num_warps=warps, num_stages=stages)
+            width = min(wide, V - start)
+            tiles = triton.cdiv(width, v)
+            grid, dz = (triton.cdiv(M, m), tiles), hidden.new_empty(M, tiles * v)  # whole tiles: stores need no mask
+            args = (dz, M, V, D, start, tiles * v, 1.0 / ctx.temperature)
+            _backward[grid](*given, *args, m, v, d, num_warps=warps, num_stages=stages)
+            dz = dz[:, :width]
             if d_hidden is not None:
                 d_hidden += dz @ head[start : start + wide]
             if d_head is not None:
@@ -92,7 +104,7 @@ def _logits(hidden, head, m, v, M, V, D, scale, BM: tl.constexpr, BV: tl.constex
     return tl.where((v < V)[None, :], z * scale, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "V", "label"])
 def _forward(hidden, head, label, parts, M, V, D, span, scale, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr):
     """Of one slice: the maximum, sum_v e^u, sum_v u e^u with u = z - maximum, and the label's logit if it is here."""
     m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -118,9 +130,9 @@ def _forward(hidden, head, label, parts, M, V, D, span, scale, BM: tl.constexpr,
     tl.store(at + 3 * each, own, mask=m < M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "V", "label", "grad", "grad_entropy"])
 def _backward(
-    hidden, head, label, lse, entropy, grad, grad_entropy, dz, M, V, D, start, width, scale,
+    hidden, head, label, lse, entropy, grad, grad_entropy, dz, M, V, D, start, row, scale,
     BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
@@ -133,11 +145,12 @@ def _backward(
     bend = tl.where(p == 0.0, 0.0, log_p) + tl.load(entropy + m, mask=real, other=0.0)[:, None]
     hit = v[None, :] == tl.load(label + m, mask=real, other=-1)[:, None]
     out = (g[:, None] * (tl.where(hit, 1.0, 0.0) - p) - e[:, None] * p * bend) * scale
-    tl.store(dz + m[:, None] * width + column[None, :], out, mask=real[:, None] & (column < width)[None, :])
+    tl.store(dz + m[:, None] * row + column[None, :], narrow(out, dz.dtype.element_ty), mask=real[:, None])
 
 
-_TYPES = dict.fromkeys(("lse", "entropy", "grad", "grad_entropy", "parts"), "*fp32:16") | {"label": "*i64:16"}
-_TYPES |= dict.fromkeys(("D", "span", "start", "width"), "i32:16") | {"M": "i32", "V": "i32", "scale": "fp32"}
+_TYPES = dict.fromkeys(("lse", "entropy", "parts"), "*fp32:16") | dict.fromkeys(("grad", "grad_entropy"), "*fp32")
+_TYPES |= dict.fromkeys(("D", "span", "start", "row"), "i32:16")
+_TYPES |= {"label": "*i64", "M": "i32", "V": "i32", "scale": "fp32"}
 AOT = []
 for kind, m, v, d, *options in TILES.values():
     types = _TYPES | dict.fromkeys(("hidden", "head", "dz"), f"*{kind[:4]}:16")
