@@ -110,35 +110,34 @@ class Operands:
     transposed: Quantised | None  # [E, K, M]: blocks along M
 
     @staticmethod
-    def of(weight: Tensor, backward: bool = True, mode: Mode = "ceil") -> Operands:
-        """Quantise a stack of weights, both ways or forward only."""
-        form = forms(weight)
+    def of(weight: Tensor, backward: bool = True, mode: Mode = "ceil", form: Any = None) -> Operands:
+        """Quantise a stack of weights, both ways or forward only; `form`: see `forms`."""
+        form = form or forms(weight.is_cuda)
         return Operands(*form.quantise_both(weight, mode)) if backward else Operands(form.quantise(weight, mode), None)
 
 
-def forms(like: Tensor) -> Any:
-    """The module whose `quantise`, `quantise_both` and `grouped_mm` run for such a tensor: Triton's on CUDA."""
-    return importlib.import_module(f"{__package__}.mxfp8_triton" if like.is_cuda else __name__)
+def forms(use_triton: bool) -> Any:
+    """The module whose `quantise`, `quantise_both` and `grouped_mm` run: Triton's, or this one."""
+    return importlib.import_module(f"{__package__}.mxfp8_triton" if use_triton else __name__)
 
 
 class ExpertFFN(torch.autograd.Function):
     """down_e @ (silu(g) * u), (g, u) = gate_up_e @ x_r; keeps x and the pre-activations."""
 
     @staticmethod
-    def forward(ctx, x_RD, offset_E, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots: tuple[Any, Any]):
-        form = forms(x_RD)
+    def forward(ctx, x_RD, offset_E, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots: Any, form: Any):
         pre_R2F = form.grouped_mm(form.quantise(x_RD), up.forward, offset_E, x_RD.dtype)
         gate, high = pre_R2F.chunk(2, -1)
         hidden_RF = aten.silu(gate).mul_(high)
         ctx.save_for_backward(x_RD, offset_E, gate_up_E2FD, down_EDF, pre_R2F)  # weights: a write to them is an error
-        ctx.up, ctx.down, ctx.slots = up, down, slots
+        ctx.up, ctx.down, ctx.slots, ctx.form = up, down, slots, form
         return form.grouped_mm(form.quantise(hidden_RF), down.forward, offset_E, x_RD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_RD):
         x_RD, offset_E, gate_up_E2FD, down_EDF, pre_R2F = ctx.saved_tensors
-        need, form, kind = ctx.needs_input_grad, forms(x_RD), x_RD.dtype
+        need, form, kind = ctx.needs_input_grad, ctx.form, x_RD.dtype
         rows = Sorted(offset_E, offset_E, offset_E)
         gate, high = pre_R2F.chunk(2, -1)
         act_RF = aten.silu(gate)
@@ -147,15 +146,15 @@ class ExpertFFN(torch.autograd.Function):
         dgate, dhigh = dpre_R2F.chunk(2, -1)
         torch.mul(dhidden_RF, act_RF, out=dhigh)
         aten.silu_backward.grad_input(dhidden_RF.mul_(high), gate, grad_input=dgate)
-        ddown = _weight_gradient(dy_RD, act_RF.mul_(high), rows, down_EDF, ctx.slots[1]) if need[3] else None
-        dup = _weight_gradient(dpre_R2F, x_RD, rows, gate_up_E2FD, ctx.slots[0]) if need[2] else None
+        ddown = _weight_gradient(form, dy_RD, act_RF.mul_(high), rows, down_EDF, ctx.slots[1]) if need[3] else None
+        dup = _weight_gradient(form, dpre_R2F, x_RD, rows, gate_up_E2FD, ctx.slots[0]) if need[2] else None
         dx_RD = form.grouped_mm(form.quantise(dpre_R2F), ctx.up.transposed, offset_E, kind) if need[0] else None
-        return dx_RD, None, dup, ddown, None, None, None
+        return dx_RD, None, dup, ddown, None, None, None, None
 
 
-def _weight_gradient(dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weight: Tensor, slot: Any) -> Tensor | None:
+def _weight_gradient(form: Any, dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weight: Tensor, slot: Any) -> Tensor | None:
     """dw_e = dy_e.T @ x_e in the dtype of x, into the slot if there is one."""
-    if weight.is_cuda:
+    if form is not forms(False):
         wgrad = importlib.import_module(f"{__package__}.grouped_gemm").grouped_wgrad
         target = torch.empty_like(weight) if slot is None else slot.view
         wgrad(dy_RM, x_RK, rows.offset_E, target, add=slot is not None and slot.filled)
@@ -167,15 +166,19 @@ def _weight_gradient(dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weight: Tensor, 
     return write.close(rows)
 
 
-def expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None), order_R=None):
+def expert_ffn(
+    x_RD, offset_E, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None), order_R=None, form=None
+):
     """`moekit.ops.expert_ffn` in MXFP8. The weights themselves are named for their gradients only."""
     x = x_RD if order_R is None else x_RD[order_R]
-    y: Any = ExpertFFN.apply(x, offset_E, gate_up_E2FD, down_EDF, up, down, slots)
+    y: Any = ExpertFFN.apply(x, offset_E, gate_up_E2FD, down_EDF, up, down, slots, form or forms(x.is_cuda))
     return y if order_R is None else torch.zeros_like(x_RD).index_copy(0, order_R, y)
 
 
-def moe_ffn(x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None)):
+def moe_ffn(
+    x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None), form=None
+):
     """`moekit.ops.moe_ffn` in MXFP8. The gates meet the outputs, not the activations: those stay as they were drawn."""
-    y_RD = expert_ffn(x_ND[rows.row_R], rows.offset_E, gate_up_E2FD, down_EDF, up, down, slots)
+    y_RD = expert_ffn(x_ND[rows.row_R], rows.offset_E, gate_up_E2FD, down_EDF, up, down, slots, form=form)
     gate_R1 = gate_NK.reshape(-1, 1)[rows.slot_R].float()
     return torch.zeros_like(x_ND, dtype=torch.float32).index_add(0, rows.row_R, y_RD * gate_R1).to(x_ND.dtype)

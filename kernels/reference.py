@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .mxfp8 import Operands, Quantised, quantise
 from .permute import Sorted
 
 
@@ -30,6 +31,35 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
         hidden = swiglu(x_ND[row] @ gate_up_2FD.T) * gate_R[start:stop, None]
         y_ND = y_ND.index_add(0, row, hidden @ down_DF.T)
     return y_ND
+
+
+class _MXLinear(torch.autograd.Function):
+    """x @ w.T and its input gradient from what MXFP8 reads back; the weight's gradient from the wide values."""
+
+    @staticmethod
+    def forward(ctx, x_RK: Tensor, w_MK: Tensor, ahead: Quantised, back: Quantised | None) -> Tensor:
+        ctx.save_for_backward(x_RK, w_MK)  # the weight: a write to it is an error
+        ctx.back = back
+        return (quantise(x_RK).dequantise() @ ahead.dequantise().T).to(x_RK.dtype)
+
+    @staticmethod
+    def backward(ctx, dy_RM: Tensor):
+        x_RK, _ = ctx.saved_tensors
+        dx_RK = (quantise(dy_RM).dequantise() @ ctx.back.dequantise().T).to(dy_RM.dtype)
+        return dx_RK, dy_RM.T @ x_RK, None, None
+
+
+def mxfp8_ffn(x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF, up: Operands, down: Operands) -> Tensor:
+    """`moe_ffn` in MXFP8 (`kernels/mxfp8.py`); the gates meet the outputs, in float32."""
+    y_ND = torch.zeros_like(x_ND, dtype=torch.float32)
+    gate_R = gate_NK.reshape(-1)[rows.slot_R].float()
+    of = lambda q, e: None if q is None else q[e]
+    for e, (start, stop) in enumerate(rows.bounds):
+        row = rows.row_R[start:stop]
+        pre = _MXLinear.apply(x_ND[row], gate_up_E2FD[e], up.forward[e], of(up.transposed, e))
+        y = _MXLinear.apply(swiglu(pre), down_EDF[e], down.forward[e], of(down.transposed, e))
+        y_ND = y_ND.index_add(0, row, y * gate_R[start:stop, None])
+    return y_ND.to(x_ND.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from .errors import BackendError, ConfigError
 from .kernels import attention, elementwise, mxfp8, ragged, reference
-from .kernels.mxfp8 import Operands
+from .kernels.mxfp8 import Mode, Operands, Quantised
 from .kernels.permute import Sorted, count, sort_rows
 
 __all__ = [
     "GradSlot",
     "Operands",
+    "Quantised",
     "Sorted",
     "backend",
     "causal_attention",
@@ -34,6 +35,8 @@ __all__ = [
     "expert_ffn",
     "explain",
     "moe_ffn",
+    "operands",
+    "quantise",
     "rms_norm",
     "rope",
     "set_backend",
@@ -116,6 +119,30 @@ def _ffn(x: Tensor, weights: tuple[Tensor, Tensor]) -> Any:
     return ragged
 
 
+def _mxfp8(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The form of MXFP8 matmuls here (reference, torch, triton or refused); how it multiplies, and why."""
+    use, why = _triton(device, dtype)
+    found = torch.cuda.get_device_capability(device) if use and device.type == "cuda" else None
+    if found and found < (8, 9):
+        use, why = False, f"compute capability {found[0]}.{found[1]} has no E4M3, 8.9 has"
+    if _backend == "triton" and not use:
+        return "refused", why
+    if found and use:
+        why = f"compute capability {found[0]}.{found[1]}"
+    why = "set_backend('reference')" if _plain() else why
+    unit = use and found is not None and found >= (10, 0)
+    how = "block-scaled dot on the matrix unit" if unit else "exact emulation, codes are read back"
+    return "reference" if _plain() else "triton" if use else "torch", f"{how} ({why})"
+
+
+def _mxfp8_form(x: Tensor) -> Any:
+    """The module that holds it; None = the plain one in `reference`."""
+    form, why = _mxfp8(x.device, x.dtype)
+    if form == "refused":
+        raise BackendError(f"backend 'triton', mxfp8: {why}; choose 'auto' to run what fits")
+    return None if form == "reference" else mxfp8.forms(form == "triton")
+
+
 def _short(device: torch.device, dtype: torch.dtype, length: int) -> bool:
     """Whether documents are short enough for attention as matrix products: bfloat16 on CPU, up to 512 positions."""
     return device.type == "cpu" and dtype == torch.bfloat16 and length <= SHORT
@@ -126,8 +153,10 @@ def explain(
 ) -> dict[str, str]:
     """For each operation, what would run on this device and dtype (documents of `length` positions), and why."""
     names = ("moe_ffn", "expert_ffn", "rms_norm", "swiglu", "rope", "causal_attention")
+    wide = f"forward and dgrad in MXFP8, wgrad in {dtype} from values that were not quantised"
+    mx = {"mxfp8": f"{': '.join(_mxfp8(torch.device(device), dtype))}; {wide}"}
     if _plain():
-        return dict.fromkeys(names, "reference: set_backend('reference')")
+        return dict.fromkeys(names, "reference: set_backend('reference')") | mx
     unit = ragged.padding_unit(torch.device(device), dtype)
     padded = f", row counts padded to {unit} because every new shape is compiled" if unit > 1 else ""
     use, why = _triton(torch.device(device), dtype)
@@ -144,7 +173,22 @@ def explain(
         **dict.fromkeys(names[:2], experts),
         **dict.fromkeys(names[2:5], written),
         "causal_attention": short if _short(torch.device(device), dtype, length) else flash,
+        **mx,
     }
+
+
+def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
+    """To MXFP8 along the last axis, a multiple of 32; `kernels/mxfp8.py` has the format. Cost: x is read once.
+
+    >>> quantise(torch.full((1, 32), 250.0)).dequantise()[0, 0].item()
+    256.0
+    """
+    return (_mxfp8_form(x) or mxfp8).quantise(x, mode)
+
+
+def operands(weight: Tensor, backward: bool = True) -> Operands:
+    """A stack of expert weights [E, M, K] in MXFP8 along K and, for a backward, along M too. Cost: read once."""
+    return Operands.of(weight, backward, form=_mxfp8_form(weight) or mxfp8)
 
 
 def _mx_operands(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Operands, Operands] | None:
@@ -190,7 +234,9 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
         )
     slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
     if (mx := _mx_operands(x_ND, gate_up_E2FD, down_EDF)) is not None:
-        return mxfp8.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, *mx, slots)
+        if (form := _mxfp8_form(x_ND)) is None:
+            return reference.mxfp8_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, *mx)
+        return mxfp8.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, *mx, slots, form)
     if _plain():
         return reference.moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF)
     return _ffn(x_ND, (gate_up_E2FD, down_EDF)).moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
@@ -228,17 +274,19 @@ def expert_ffn(
     mx = _mx_operands(x_RD, gate_up_E2FD, down_EDF)
     if mx is None and not _plain() and (form := _ffn(x_RD, (gate_up_E2FD, down_EDF))) is not ragged:
         return form.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, order_R, slots)
-    if mx is not None and x_RD.is_cuda:  # no host read
-        return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R)
+    scaled = None if mx is None else _mxfp8_form(x_RD)  # None: reference, or no MXFP8
+    if scaled is not None and scaled is not mxfp8:  # Triton: no host read
+        return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R, scaled)
     total = int(offset_E[-1])
     if total > x_RD.shape[0] or (order_R is not None and order_R.shape[0] != total):
         raise ConfigError(f"expert_ffn: {total} rows of experts, but x has {x_RD.shape[0]} and order_R={order_R}")
     row_R = torch.arange(total, device=x_RD.device) if order_R is None else order_R
     rows = Sorted(row_R, row_R, offset_E)
-    if mx is not None:
-        return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R)
+    if scaled is mxfp8:
+        return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R, scaled)
     if _plain():
-        return reference.moe_ffn(x_RD, rows, x_RD.new_ones(x_RD.shape[0], 1), gate_up_E2FD, down_EDF)
+        plain, one = reference.mxfp8_ffn if mx else reference.moe_ffn, x_RD.new_ones(x_RD.shape[0], 1)
+        return plain(x_RD, rows, one, gate_up_E2FD, down_EDF, *(mx or ()))
     return ragged.moe_ffn(x_RD, rows, None, gate_up_E2FD, down_EDF, slots)
 
 

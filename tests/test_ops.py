@@ -83,11 +83,33 @@ def test_backend_is_chosen_put_back_and_explained(plain):
     assert all(why.startswith("reference") for why in ops.explain().values())
     assert ops.set_backend("auto") == "reference"
     assert all(not why.startswith("reference") for why in ops.explain().values())
-    assert set(ops.explain()) == {"moe_ffn", "expert_ffn", "rms_norm", "swiglu", "rope", "causal_attention"}
+    names = {"moe_ffn", "expert_ffn", "rms_norm", "swiglu", "rope", "causal_attention", "mxfp8"}
+    assert set(ops.explain()) == names
     assert ops.explain(dtype=torch.bfloat16, length=128)["causal_attention"].startswith("products")
     assert ops.explain(dtype=torch.bfloat16, length=2048)["causal_attention"].startswith("flash")
     assert ops.explain(dtype=torch.float32, length=128)["causal_attention"].startswith("flash")
     assert "padded to 16" in ops.explain(dtype=torch.bfloat16)["moe_ffn"]
+
+
+@pytest.mark.parametrize(
+    "capability, says",
+    [
+        ((8, 0), "torch: exact emulation, codes are read back (compute capability 8.0 has no E4M3, 8.9 has)"),
+        ((9, 0), "triton: exact emulation, codes are read back (compute capability 9.0)"),
+        ((10, 0), "triton: block-scaled dot on the matrix unit (compute capability 10.0)"),
+    ],
+)
+def test_which_form_of_mxfp8_a_gpu_runs(capability, says, monkeypatch):
+    """By compute capability; weight gradients stay wide and it says so."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(ops, "find_spec", lambda _: True)
+    said = ops.explain("cuda", torch.bfloat16)["mxfp8"]
+    assert said.startswith(says) and "dgrad in MXFP8, wgrad in torch.bfloat16" in said
+    before = ops.set_backend("torch")
+    try:
+        assert ops.explain("cuda", torch.bfloat16)["mxfp8"].startswith("torch: exact emulation")
+    finally:
+        ops.set_backend(before)
 
 
 def test_unknown_backend_is_refused():

@@ -35,7 +35,7 @@ class WeightCache:
 
     def rebuild(self) -> None:
         """Quantise the weight as it is now. Cost: it is read once."""
-        self.operands, self._made = ops.Operands.of(self.weight, self.backward), self._state()
+        self.operands, self._made = ops.operands(self.weight, self.backward), self._state()
 
     def current(self) -> ops.Operands:
         """The copy; StaleCacheError if the weight was written to, or moved, after it was made.

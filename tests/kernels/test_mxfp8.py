@@ -210,6 +210,45 @@ def test_layer_is_close_to_the_wide_one(dtype):
         assert 1e-3 < ((a - b).float().norm() / b.float().norm()).item() < 0.08
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backend_steers_the_form(dtype):
+    """Reference and torch through `moekit.ops`: one arithmetic, output and all gradients; who gets them differs."""
+    from moekit import ops
+
+    class Cache:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def current(self):
+            return ops.operands(self.weight.detach())
+
+    x, gate_up, down, dy = case(7, R=60, D=96, F=64, dtype=dtype)
+    g = torch.Generator().manual_seed(3)
+    rows = sort_rows(torch.rand(60, 4, generator=g).argsort(1)[:, :2], 4)
+    gate = torch.rand(60, 2, generator=g).to(dtype).requires_grad_()
+    offset = torch.tensor([5, 5, 30, 44])
+    found = {}
+    for w in (gate_up, down):
+        w.mx_cache, w.grad_slot = Cache(w), ops.GradSlot(torch.full_like(w, NAN, dtype=torch.float32))
+    for name in ("reference", "torch"):
+        before = ops.set_backend(name)
+        try:
+            layer, experts = ops.moe_ffn(x, rows, gate, gate_up, down), ops.expert_ffn(x, offset, gate_up, down)
+        finally:
+            ops.set_backend(before)
+        assert (experts[44:] == 0).all()
+        found[name] = [layer, experts]
+        for y, leaves in ((layer, (x, gate, gate_up, down)), (experts, (x, gate_up, down))):
+            for w in (gate_up, down):
+                w.grad_slot.filled = False
+            grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+            slotted = [t.grad_slot for t in leaves if hasattr(t, "grad_slot")]
+            assert all(s.filled == (name == "torch") for s in slotted)
+            found[name] += [s.grad_slot.view.clone() if t is None else t for s, t in zip(leaves, grads)]
+    for a, b in zip(*found.values()):
+        assert (a.float() - b.float()).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * a.float().norm()
+
+
 def test_slots_and_order():
     """Weight gradients go into slots, overwriting once and then adding; `order_R` takes rows from where they stand."""
     from moekit.ops import GradSlot
@@ -240,8 +279,8 @@ def test_changed_operands_are_noticed_before_the_backward():
         y.backward(dy)
 
 
-def test_forms_by_device():
-    assert mxfp8.forms(torch.zeros(1)) is importlib.import_module("moekit.kernels.mxfp8")
+def test_forms():
+    assert mxfp8.forms(False) is importlib.import_module("moekit.kernels.mxfp8")
 
 
 def test_blackwell_runs_the_block_scaled_unit():

@@ -99,7 +99,7 @@ def test_wrong_widths_are_refused():
         triton_form.grouped_mm(q, mxfp8.quantise(torch.zeros(2, 8, 64)), torch.tensor([1, 2]))
 
 
-def test_expert_layer_on_triton_forms(monkeypatch):
+def test_expert_layer_on_triton_forms():
     """The whole layer, forward and backward, on these forms; NaN in the room. Sums in another order flip few codes."""
     g = torch.Generator().manual_seed(2)
     shapes = ((45, 64), (3, 64, 64), (3, 64, 32), (45, 64))
@@ -109,10 +109,37 @@ def test_expert_layer_on_triton_forms(monkeypatch):
         x[40:], dy[40:] = NAN, NAN
     found = []
     for form in (mxfp8, triton_form):
-        monkeypatch.setattr(mxfp8, "forms", lambda _, form=form: form)
-        operands = mxfp8.Operands.of(up), mxfp8.Operands.of(down)
-        y = mxfp8.expert_ffn(x, offset, up, down, *operands)
+        operands = mxfp8.Operands.of(up, form=form), mxfp8.Operands.of(down, form=form)
+        y = mxfp8.expert_ffn(x, offset, up, down, *operands, form=form)
         found.append((y, *torch.autograd.grad(y, (x, up, down), dy.detach())))
     for a, b in zip(*found):
         assert b.isfinite().all() and (a - b).norm() <= 5e-3 * a.norm()
     assert (found[1][0][40:] == 0).all() and (found[1][1][40:] == 0).all()
+
+
+def test_the_door_interprets_triton(monkeypatch):
+    """`set_backend("triton")` on CPU takes these forms for MXFP8: quantised bytes, output and gradients."""
+    from moekit import ops
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    calls = []
+    watched = triton_form.grouped_mm
+    monkeypatch.setattr(triton_form, "grouped_mm", lambda *a: calls.append(0) or watched(*a))
+    g = torch.Generator().manual_seed(3)
+    x, up, down = (torch.randn(s, generator=g).mul(0.3).requires_grad_() for s in ((20, 32), (2, 64, 32), (2, 32, 32)))
+    wide = {}
+    for name in ("torch", "triton"):
+        before = ops.set_backend(name)
+        try:
+            assert ops.explain()["mxfp8"].startswith(f"{name}: exact emulation")
+            equal(ops.quantise(up), mxfp8.quantise(up))
+            for w in (up, down):
+                made = ops.operands(w)
+                w.mx_cache = type("Cache", (), {"current": lambda self, made=made: made})()
+            y = ops.expert_ffn(x, torch.tensor([8, 17]), up, down)
+        finally:
+            ops.set_backend(before)
+        wide[name] = (y, *torch.autograd.grad(y.sum(), (x, up, down)))  # the backward keeps the forward's form
+        assert len(calls) == (4 if name == "triton" else 0)
+    for a, b in zip(*wide.values()):
+        assert (a - b).norm() <= 5e-3 * a.norm()
