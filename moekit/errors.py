@@ -33,6 +33,14 @@ class BackendError(MoekitError, RuntimeError):
     """A kernel or backend was asked for and cannot run here."""
 
 
+class EngineError(MoekitError, RuntimeError):
+    """A rollout engine that cannot serve now: paused, or left with half of an update."""
+
+
+class CapabilityError(EngineError):
+    """Something that this rollout engine cannot do was asked of it."""
+
+
 class StaleCacheError(MoekitError, RuntimeError):
     """A quantised copy of a weight that is not of the weight as it is now."""
 
