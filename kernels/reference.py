@@ -69,6 +69,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
+def token_logprobs(hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(h W^T / temperature) at the label, in float32 at least; all logits are held."""
+    z_MV = hidden_MD @ head_VD.T
+    z_MV = z_MV if z_MV.dtype == torch.float64 else z_MV.float()
+    return (z_MV / temperature).log_softmax(-1).gather(1, label_M[:, None])[:, 0]
+
+
 def rope(x_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> Tensor:
     """Rotate pairs (i, i + d/2) of each head by the position's angle i; cos and sin are [N, d/2]."""
     a, b = x_NHd.chunk(2, -1)

@@ -11,18 +11,22 @@ L their length, H query heads, G key/value heads.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import BackendError, ConfigError
-from .kernels import attention, elementwise, mxfp8, ragged, reference
+from .kernels import attention, elementwise, mxfp8, permute, ragged, reference
+from .kernels import explain as words
+from .kernels import token_logprobs as logprobs
 from .kernels.mxfp8 import Mode, Operands, Quantised
-from .kernels.permute import Sorted, count, sort_rows
+from .kernels.permute import Sorted, count
 
 __all__ = [
     "GradSlot",
@@ -31,6 +35,7 @@ __all__ = [
     "Sorted",
     "backend",
     "causal_attention",
+    "choose_experts",
     "count",
     "expert_ffn",
     "explain",
@@ -39,14 +44,16 @@ __all__ = [
     "quantise",
     "rms_norm",
     "rope",
+    "rows_by_address",
     "set_backend",
     "sort_rows",
     "swiglu",
+    "token_logprobs",
 ]
 
 Backend = Literal["auto", "triton", "torch", "reference"]
 _backend: Backend = "auto"
-SHORT = 512  # positions
+_Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
 @dataclass
@@ -90,9 +97,9 @@ def _interpreted() -> bool:
 
 
 def _triton(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether expert feed-forwards run in Triton here, and why; no device read, and triton is not imported."""
-    if _backend == "torch":
-        return False, "set_backend('torch')"
+    """Whether operations run in Triton here, and why; no device read, and triton is not imported."""
+    if _backend in ("torch", "reference"):
+        return False, f"set_backend({_backend!r})"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False, f"Triton multiplies float32, bfloat16 and float16, not {dtype}"
     if _backend == "triton" and _interpreted():
@@ -106,16 +113,33 @@ def _triton(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     return True, "CUDA: device offsets, no host read"
 
 
+def _runs_triton(name: str, x: Tensor, limit: str = "") -> bool:
+    """Whether this call runs in Triton; `limit` = why it cannot. BackendError where "triton" insists on what cannot."""
+    kind = x.dtype if x.is_floating_point() else torch.float32  # kernels that move integers or bytes take all
+    use, why = (False, limit) if limit else _triton(x.device, kind)
+    if _backend == "triton" and not use:
+        raise BackendError(f"backend 'triton', {name}: {why}; choose 'auto' to run what fits")
+    return use
+
+
+def _there(operation: _Operation) -> _Operation:
+    """`operation` with its first tensor's device as the current one, which is where Triton launches."""
+
+    @wraps(operation)
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(x):
+            return operation(x, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 def _ffn(x: Tensor, weights: tuple[Tensor, Tensor]) -> Any:
     """The module that holds the expert feed-forward for these tensors: `triton_ffn` or `ragged`."""
     kinds = {x.dtype, *(w.dtype for w in weights)}
-    use, why = _triton(x.device, x.dtype) if len(kinds) == 1 else (False, f"dtypes differ: {kinds}")
-    if use:
+    if _runs_triton("experts", x, "" if len(kinds) == 1 else f"dtypes differ: {kinds}"):
         from .kernels import triton_ffn
 
         return triton_ffn
-    if _backend == "triton":
-        raise BackendError(f"backend 'triton': {why}; choose 'auto' to run what fits")
     return ragged
 
 
@@ -143,38 +167,14 @@ def _mxfp8_form(x: Tensor) -> Any:
     return None if form == "reference" else mxfp8.forms(form == "triton")
 
 
-def _short(device: torch.device, dtype: torch.dtype, length: int) -> bool:
-    """Whether documents are short enough for attention as matrix products: bfloat16 on CPU, up to 512 positions."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and length <= SHORT
-
-
 def explain(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, length: int = SHORT
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, length: int = words.SHORT
 ) -> dict[str, str]:
     """For each operation, what would run on this device and dtype (documents of `length` positions), and why."""
-    names = ("moe_ffn", "expert_ffn", "rms_norm", "swiglu", "rope", "causal_attention")
+    place = torch.device(device)
     wide = f"forward and dgrad in MXFP8, wgrad in {dtype} from values that were not quantised"
-    mx = {"mxfp8": f"{': '.join(_mxfp8(torch.device(device), dtype))}; {wide}"}
-    if _plain():
-        return dict.fromkeys(names, "reference: set_backend('reference')") | mx
-    unit = ragged.padding_unit(torch.device(device), dtype)
-    padded = f", row counts padded to {unit} because every new shape is compiled" if unit > 1 else ""
-    use, why = _triton(torch.device(device), dtype)
-    if _backend == "triton" and not use:
-        experts = f"refused: {why}"
-    elif use:
-        experts = f"triton: persistent grouped GEMM, gather and scatter fused ({why})"
-    else:
-        experts = f"ragged: one matmul per expert in scratch, backward written by hand{padded} ({why})"
-    written = "torch: backward written by hand, because torch composes this from many passes over memory"
-    flash = f"flash: scaled_dot_product_attention ({dtype}, {length} positions)"
-    short = f"products: flash is slow on CPU in bfloat16 up to {SHORT} positions"
-    return {
-        **dict.fromkeys(names[:2], experts),
-        **dict.fromkeys(names[2:5], written),
-        "causal_attention": short if _short(torch.device(device), dtype, length) else flash,
-        **mx,
-    }
+    mx = f"{': '.join(_mxfp8(place, dtype))}; {wide}"
+    return words.explain(_backend, place, dtype, length, _triton(place, dtype), mx)
 
 
 def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
@@ -207,6 +207,68 @@ def _mx_operands(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Operands, Op
     return found
 
 
+def _fusable(*tensors: Tensor) -> str:
+    """Why fused log-probs cannot take these; empty = they can."""
+    kinds = {t.dtype for t in tensors}
+    fits = len(kinds) == 1 and kinds <= {torch.float32, torch.bfloat16}
+    return "" if fits else f"fused log-probs take one dtype, float32 or bfloat16, not {kinds}"
+
+
+@_there
+def choose_experts(logits_NE: Tensor, score_NE: Tensor, top_k: int, gate: str, bias_E: Tensor | None = None) -> Tensor:
+    """The K experts of largest score + bias of each position, best first: [N, K] int64, distinct.
+
+    Args:
+        logits_NE, score_NE: the router's. The fused form ranks logits, or with a bias scores that it makes itself:
+            scores within a rounding error of each other may change places.
+        gate: "softmax", "sigmoid" or "topk_softmax".
+        bias_E: [E] float32, for the choice alone.
+
+    Gradients: none. Cost: one read of [N, E]. Of equal scores Triton takes the lowest index; torch.topk promises none.
+    """
+    shape = f"the fused choice takes 16 of 1024 experts at most, not {top_k} of {logits_NE.shape[1]}"
+    if _runs_triton("choose_experts", logits_NE, shape if top_k > 16 or logits_NE.shape[1] > 1024 else ""):
+        from .kernels.router_topk import choose
+
+        return choose(logits_NE, top_k, gate=gate, bias_E=bias_E)[0]
+    return (score_NE if bias_E is None else score_NE + bias_E).topk(top_k, -1).indices
+
+
+@_there
+def sort_rows(expert_NK: Tensor, experts: int) -> Sorted:
+    """Group all (position, expert) pairs by expert, stably: `kernels.permute.sort_rows`; Triton's equals it in bits."""
+    if _runs_triton("sort_rows", expert_NK):
+        from .kernels.permute_triton import plan_rows
+
+        return plan_rows(expert_NK, experts)[0]
+    return permute.sort_rows(expert_NK, experts)
+
+
+@_there
+def token_logprobs(
+    hidden_MD: Tensor, head_VD: Tensor, label_M: Tensor, *, temperature: float, chunk_bytes: int
+) -> Tensor:
+    """Log-probability of each label: `moekit.objectives.logprobs.token_logprobs` says more."""
+    if _plain():
+        return reference.token_logprobs(hidden_MD, head_VD, label_M, temperature)
+    form: Any = logprobs.token_logprobs
+    if _runs_triton("token_logprobs", hidden_MD, _fusable(hidden_MD, head_VD)):
+        from .kernels.token_logprobs_triton import token_logprobs as fused
+
+        form = lambda *args, **options: fused(*args, **options)[0]
+    return form(hidden_MD, head_VD, label_M, temperature=temperature, chunk_bytes=chunk_bytes)
+
+
+def rows_by_address(x: Tensor) -> Any:
+    """`kernels.rowwise`, whose `put` and `get` reach other ranks' memory; BackendError where Triton does not run."""
+    if not _runs_triton("rows_by_address", x):
+        raise BackendError(f"rows_by_address: {_triton(x.device, torch.float32)[1]}; use transport='padded'")
+    from .kernels import rowwise
+
+    return rowwise
+
+
+@_there
 def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor) -> Tensor:
     r"""Routed experts: gather rows, SwiGLU feed-forward per expert, weighted sum back to positions.
 
@@ -242,6 +304,7 @@ def moe_ffn(x_ND: Tensor, rows: Sorted, gate_NK: Tensor, gate_up_E2FD: Tensor, d
     return _ffn(x_ND, (gate_up_E2FD, down_EDF)).moe_ffn(x_ND, rows, gate_NK, gate_up_E2FD, down_EDF, slots)
 
 
+@_there
 def expert_ffn(
     x_RD: Tensor, offset_E: Tensor, gate_up_E2FD: Tensor, down_EDF: Tensor, order_R: Tensor | None = None
 ) -> Tensor:
@@ -317,7 +380,7 @@ def causal_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGd: Tensor) -> Tensor:
     """
     if _plain():
         return reference.causal_attention(q_SLHd, k_SLGd, v_SLGd)
-    if _short(q_SLHd.device, q_SLHd.dtype, q_SLHd.shape[1]):
+    if words.short_attention(q_SLHd.device, q_SLHd.dtype, q_SLHd.shape[1]):
         return attention.ShortCausal.apply(q_SLHd, k_SLGd, v_SLGd)
     q, k, v = (t.transpose(1, 2) for t in (q_SLHd, k_SLGd, v_SLGd))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

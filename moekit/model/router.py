@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import ops
 from ..config import ModelConfig
 from ..errors import ConfigError
 
@@ -64,8 +65,7 @@ class Router(nn.Module):
             score_NE = probs_NE = logits_NE.softmax(-1)
         if replay_NK is None:
             with torch.no_grad():  # adding the bias to logits and to scores would choose differently: it is for scores
-                rank_NE = score_NE if self.selection_bias is None else score_NE + self.selection_bias
-                expert_NK = rank_NE.topk(self.top_k, -1).indices
+                expert_NK = ops.choose_experts(logits_NE, score_NE, self.top_k, self.gate, self.selection_bias)
         elif replay_NK.shape != (want := (x_ND.shape[0], self.top_k)):
             raise ConfigError(
                 f"replayed routes have shape {tuple(replay_NK.shape)}, this layer needs {want}: one row per position, "

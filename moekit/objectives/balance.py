@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..config import RouterLossConfig, Scope
 from ..data.batch import Flat
 from ..errors import ConfigError
@@ -101,7 +102,7 @@ def balance_hf(routes: Sequence[Any], flat: Flat, scope: Scope) -> Tensor:
     probs = torch.cat([r.probs_NE[keep] for r in routes])
     experts = torch.cat([r.expert_NK[keep] for r in routes])
     e, n = probs.shape[1], max(1, experts.shape[0])
-    count_E = torch.bincount(experts.reshape(-1), minlength=e).to(probs.dtype)
+    count_E = ops.count(experts.reshape(-1), e).to(probs.dtype)
     return e * (count_E / n * probs.sum(0) / n).sum()
 
 

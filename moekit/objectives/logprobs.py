@@ -5,8 +5,9 @@ Axis letters: M scored positions, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from .. import ops
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits alive at a time
 
@@ -26,7 +27,8 @@ def token_logprobs(
         ``[M]`` in float32 (float64 for float64 input).
     Cost:
         One ``M x D x V`` product forward and two backward. When all of M fits in one chunk its probabilities are
-        kept; otherwise each chunk's logits are computed again in the backward, one more product.
+        kept; otherwise each chunk's logits are computed again in the backward, one more product. On CUDA in float32
+        and bfloat16 logits stay in registers (`moekit.ops.explain()` says so), and are always computed again.
     Gradients:
         To `hidden_MD` and `head_VD`. The log-softmax and its gradient are in the returned dtype.
 
@@ -34,53 +36,4 @@ def token_logprobs(
     >>> round(token_logprobs(h, w, torch.tensor([0]), temperature=0.5).item(), 7)
     -0.0181499
     """
-    return _TokenLogprobs.apply(hidden_MD, head_VD, label_M, temperature, chunk_bytes)  # type: ignore[no-any-return]
-
-
-def _logits(hidden: Tensor, head: Tensor, temperature: float, kind: torch.dtype) -> Tensor:
-    z = torch.mm(hidden, head.t()).to(kind)
-    return z if temperature == 1.0 else z / temperature
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, head, label, temperature, chunk_bytes):
-        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        rows = max(1, chunk_bytes // (head.shape[0] * kind.itemsize))
-        wants = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        keep = wants and hidden.shape[0] <= rows
-        out = torch.empty(hidden.shape[0], dtype=kind, device=hidden.device)
-        lse, prob = torch.empty_like(out), None
-        for a in range(0, hidden.shape[0], rows):
-            part = slice(a, a + rows)
-            z = _logits(hidden[part], head, temperature, kind)
-            torch.logsumexp(z, 1, out=lse[part])
-            out[part] = z.gather(1, label[part, None])[:, 0] - lse[part]
-            if keep:
-                prob = z.sub_(lse[part, None]).exp_()
-        ctx.save_for_backward(hidden, head, label, lse, prob)
-        ctx.temperature, ctx.rows = temperature, rows
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, head, label, lse, prob = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_head = None
-        for a in range(0, hidden.shape[0], ctx.rows):
-            part = slice(a, a + ctx.rows)
-            p = prob
-            if p is None:
-                p = _logits(hidden[part], head, ctx.temperature, lse.dtype).sub_(lse[part, None]).exp_()
-            g = grad[part, None] / ctx.temperature
-            dz = p * -g
-            dz.scatter_add_(1, label[part, None], g)
-            dz = dz.to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(dz, head, out=d_hidden[part])
-            if ctx.needs_input_grad[1]:
-                piece = torch.mm(dz.t(), hidden[part])
-                d_head = piece if d_head is None else d_head.add_(piece)
-        if d_head is None and ctx.needs_input_grad[1]:
-            d_head = torch.zeros_like(head)
-        return d_hidden, d_head, None, None, None
+    return ops.token_logprobs(hidden_MD, head_VD, label_M, temperature=temperature, chunk_bytes=chunk_bytes)

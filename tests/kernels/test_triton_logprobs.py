@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moekit.kernels.token_logprobs import token_logprobs
+from moekit.kernels.token_logprobs_triton import token_logprobs
 from moekit.objectives import logprobs
 
 torch.set_num_threads(1)

@@ -10,13 +10,13 @@ import torch
 from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
 from moekit.kernels import ragged
+from moekit.kernels.explain import SHORT
 from moekit.measure import plan
 from moekit.measure.memory import saved_bytes
 from moekit.measure.plan import Held, Microbatch, activation_bytes, buckets, storage_bytes, wire_bytes
 from moekit.model.transformer import Part, Transformer
 from moekit.objectives import logprobs
 from moekit.objectives.balance import RouterLoss
-from moekit.ops import SHORT
 
 torch.set_num_threads(1)
 BASE = ModelConfig(vocab=300, width=64, layers=3, heads=4, kv_heads=2, experts=8, top_k=2, expert_width=48)
