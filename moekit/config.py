@@ -113,6 +113,7 @@ class ModelConfig(Config):
     rope_theta: float = 10000.0
     max_positions: int = 4096
     tied_head: bool = False
+    value_head: bool = False  # one output, a value, in place of the vocabulary's: a critic or a reward model
     init_std: float = 0.02
     family: Family = ""  # the Hugging Face family that the model came from, "" = none
     bos_id: int | None = None
@@ -142,12 +143,21 @@ class ModelConfig(Config):
             f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}",
         )
         _need(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even (rotary embedding)")
+        _need(
+            not (self.value_head and self.tied_head),
+            "value_head=True has one output and cannot be tied to the embedding; set tied_head=False",
+        )
         bad = [i for i in self.dense_layers if not 0 <= i < self.layers]
         _need(not bad, f"dense_layers={bad} are outside 0..{self.layers - 1}")
         _need(
             not self.dense_layers or self.dense_width > 0,
             f"dense_layers={self.dense_layers} need dense_width > 0, got {self.dense_width}",
         )
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the head: a logit for each token, or one value."""
+        return 1 if self.value_head else self.vocab
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -268,22 +278,17 @@ class DataConfig(Config):
 
 
 @dataclass(frozen=True)
-class SFTConfig(Config):
-    """One supervised fine-tuning run: `moekit.recipes.sft.train`."""
+class RunConfig(Config):
+    """What every training run is told, whatever it trains."""
 
     model: str  # a Hugging Face folder, or a preset name (see moekit.model.presets)
     data: str  # a .jsonl or .parquet file, or a `datasets` folder saved to disk
     out: str | None = None  # run folder; None = the launcher's, or a new one under runs/
     tokenizer: str | None = None  # a tokenizer folder; None = the model folder's
     steps: int = 100
-    batch_rows: int = 8  # rows of one optimizer step, over all ranks
-    microbatch_rows: int = 4  # rows of one forward, on one rank
     seed: int = 0
-    denominator: Denominator = "global_tokens"
-    constant_length: int | None = None  # with denominator="constant"
     dtype: Dtype = "float32"  # of the parameters; masters and moments are the wider of float32 and this
     learner: LearnerConfig = field(default_factory=LearnerConfig)
-    rows: DataConfig = field(default_factory=DataConfig)
     save_every: int | None = None  # steps between checkpoints; None = only the last
     keep_checkpoints: int = 2
     export: bool = True  # write a Hugging Face folder at the end
@@ -291,9 +296,34 @@ class SFTConfig(Config):
     resume: bool = False
 
     def _check(self) -> None:
-        for name in ("steps", "batch_rows", "microbatch_rows"):
+        _need(self.steps >= 1, f"{type(self).__name__}.steps={self.steps} must be at least 1")
+
+    @property
+    def row_length(self) -> int:
+        """T, the most positions of a row."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SFTConfig(RunConfig):
+    """One supervised fine-tuning run: `moekit.recipes.sft.train`."""
+
+    batch_rows: int = 8  # rows of one optimizer step, over all ranks
+    microbatch_rows: int = 4  # rows of one forward, on one rank
+    denominator: Denominator = "global_tokens"
+    constant_length: int | None = None  # with denominator="constant"
+    rows: DataConfig = field(default_factory=DataConfig)
+
+    def _check(self) -> None:
+        super()._check()
+        for name in ("batch_rows", "microbatch_rows"):
             _need(getattr(self, name) >= 1, f"SFTConfig.{name}={getattr(self, name)} must be at least 1")
         _need(
             self.denominator != "constant" or bool(self.constant_length),
             "denominator='constant' needs constant_length (tokens per sequence)",
         )
+
+    @property
+    def row_length(self) -> int:
+        """T, the positions of a row."""
+        return self.rows.length

@@ -21,6 +21,7 @@ ARROWS = {
     "errors": "",
     "kernels": "",
     "config": "errors",
+    "workloads": "config errors",
     "launch": "errors",
     "ops": "kernels config errors",
     "data": "config errors",

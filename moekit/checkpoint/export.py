@@ -109,6 +109,7 @@ def _cannot_hold(config: ModelConfig, family: Family) -> list[str]:
     square = config.head_dim * config.heads == config.width
     checks = {
         "selection_bias=True": not config.selection_bias,
+        "a value head (value_head=True)": not config.value_head,
         f"shared experts (shared_width={config.shared_width})": not config.shared_width,
         "gate='sigmoid'": config.gate != "sigmoid",
         f"dense_layers={config.dense_layers}": not config.dense_layers or family.dense_layers,

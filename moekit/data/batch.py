@@ -11,7 +11,8 @@ at a time, and attention never leaves a document and its parent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -75,6 +76,7 @@ class Flat:
     removed: int  # instances that the filter removed
     ignore_index: int = IGNORE
     peers: tuple[Size, ...] = ()  # this microbatch on every rank that shares its experts; () = alone
+    extra: dict[str, Tensor] = field(default_factory=dict)  # [N] each: what an objective reads beside the labels
 
     @property
     def positions(self) -> int:
@@ -97,7 +99,18 @@ class Flat:
             return self
         moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)
                  if isinstance(getattr(self, f.name), Tensor)}  # fmt: skip
-        return replace(self, **moved)
+        extra = {name: x.to(device, non_blocking=True) for name, x in self.extra.items()}
+        return replace(self, **moved, extra=extra)
+
+    def at_labels(self, name: str) -> Tensor:
+        """[M], the values of `extra[name]` at the labelled positions.
+
+        Raises:
+            DataError: the batch has no such values.
+        """
+        if name not in self.extra:
+            raise DataError(f"the batch has no extra values {name!r}, only {sorted(self.extra)}; give Batch.make them")
+        return self.extra[name][self.label_index_M]
 
     def to_rows(self, x_N: Tensor, fill: float = 0) -> Tensor:
         """Put a per-position tensor [N, ...] back in the batch's order [B, T, ...]."""
@@ -121,6 +134,7 @@ class Batch:
     filtered: Tensor  # [B, T] bool, the position's instance was removed by the instance filter
     removed: int = 0  # how many instances the filter removed
     ignore_index: int = IGNORE
+    extra: dict[str, Tensor] = field(default_factory=dict)  # [B, T] each, for the objective; the model reads none
 
     @classmethod
     def make(
@@ -134,6 +148,7 @@ class Batch:
         filtered: Tensor | None = None,
         removed: int = 0,
         ignore_index: int = IGNORE,
+        extra: dict[str, Tensor] | None = None,
     ) -> Batch:
         """A checked batch; what is left out is derived.
 
@@ -145,6 +160,8 @@ class Batch:
             parent: [B, T]; absent = no prefix is shared.
             filtered: [B, T] bool; labels there become `ignore_index`.
             removed: instances removed by the filter (documents, or rows when packed).
+            extra: values [B, T] by name that only the objective reads: advantages, old log-probs. What belongs to the
+                token that position t predicts stands at position t, as its label does.
 
         Raises:
             DataError: shapes differ, a parent is missing, has a parent itself, or comes after its child.
@@ -160,7 +177,8 @@ class Batch:
         parent = torch.full_like(ids, -1) if parent is None else parent.long()
         filtered = torch.zeros_like(ids, dtype=torch.bool) if filtered is None else filtered.bool()
         given = {"labels": labels, "segment": segment, "position": position, "parent": parent, "filtered": filtered}
-        for name, value in given.items():
+        extra = dict(extra or {})
+        for name, value in (given | {f"extra {name!r}": value for name, value in extra.items()}).items():
             if value is not None and value.shape != ids.shape:
                 raise DataError(f"{name} has shape {tuple(value.shape)}, input_ids {tuple(ids.shape)}; they must agree")
         _check_parents(segment, parent)
@@ -171,7 +189,7 @@ class Batch:
         labels = labels.long().masked_fill(filtered | (segment < 0), ignore_index)
         if position is None:
             position = _positions(segment, parent)
-        return cls(ids, labels, segment, position.long(), parent, filtered, removed, ignore_index)
+        return cls(ids, labels, segment, position.long(), parent, filtered, removed, ignore_index, extra)
 
     @property
     def rows(self) -> int:
@@ -199,26 +217,35 @@ class Batch:
 
     def split(self, rows: int) -> list[Batch]:
         """Cut into microbatches of at most `rows` rows. `removed` stays with the first: it is a count of the step."""
-        parts = []
-        for at in range(0, self.rows, rows):
-            cut = {f.name: getattr(self, f.name)[at : at + rows] for f in fields(self)
-                   if isinstance(getattr(self, f.name), Tensor)}  # fmt: skip
-            parts.append(replace(self, **cut, removed=self.removed if at == 0 else 0))
-        return parts
+        cuts = [self._each(lambda x, at=at: x[at : at + rows]) for at in range(0, self.rows, rows)]
+        return [replace(cut, removed=self.removed if i == 0 else 0) for i, cut in enumerate(cuts)]
+
+    def take(self, rows: list[int] | Tensor) -> Batch:
+        """The rows of these numbers, in this order."""
+        return replace(self._each(lambda x: x[rows]), removed=0)
+
+    def trim(self) -> Batch:
+        """The same without the columns at the end that are padding in every row; one column stays."""
+        used = int((self.segment >= 0).any(0).nonzero().max()) + 1 if bool((self.segment >= 0).any()) else 1
+        return self._each(lambda x: x[:, :used])
 
     @staticmethod
     def join(batches: list[Batch]) -> Batch:
-        """Rows of several batches of equal length under each other."""
+        """Rows of several batches of equal length under each other; all must have the same extra values."""
         first = batches[0]
         joined = {f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(first)
                   if isinstance(getattr(first, f.name), Tensor)}  # fmt: skip
-        return replace(first, **joined, removed=sum(b.removed for b in batches))
+        extra = {name: torch.cat([b.extra[name] for b in batches]) for name in first.extra}
+        return replace(first, **joined, extra=extra, removed=sum(b.removed for b in batches))
 
     def empty(self) -> Batch:
         """A batch of no rows: what a rank runs when others have more microbatches. It routes nothing."""
-        return replace(self.split(max(1, self.rows))[0] if self.rows else self, **{
-            f.name: getattr(self, f.name)[:0] for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
-        }, removed=0)  # fmt: skip
+        return replace(self._each(lambda x: x[:0]), removed=0)
+
+    def _each(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with `fn` of every tensor."""
+        made = {f.name: fn(getattr(self, f.name)) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return replace(self, **made, extra={name: fn(x) for name, x in self.extra.items()})
 
 
 def _sorted_documents(segment: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -333,4 +360,5 @@ def _flatten(batch: Batch) -> Flat:
         length=batch.length,
         removed=batch.removed,
         ignore_index=batch.ignore_index,
+        extra={name: pick(x) for name, x in batch.extra.items()},
     )

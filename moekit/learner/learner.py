@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,20 +19,19 @@ from torch import Tensor
 
 from ..config import Denominator, LearnerConfig
 from ..data.batch import Batch, Flat
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError
 from ..measure.cost import rates, step_flops
 from ..measure.tokens import RowCounter
-from ..model.transformer import check
+from ..model.transformer import Outputs
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
-from . import loop, state
+from . import state
+from .forward import Forward
 from .gradients import Gradients
-from .mesh import Mesh, World
+from .mesh import World
 from .optimizer import FlatAdamW
-from .overflow import Overflow
-from .precision import ExpertCaches, check_shape
-from .stages import part_of
+from .precision import ExpertCaches
 
 if TYPE_CHECKING:
     from ..checkpoint.write import Saving
@@ -53,9 +51,10 @@ class Readings:
     norm: float
     need: float  # largest number of rows that a rank was sent, as a share of its buffer; above 1 = overflow
     used: float
+    sums: tuple[float, ...] = ()  # the objective's own metrics, each divided by the number of units
 
 
-class Learner:
+class Learner(Forward):
     """A model, an objective and an optimizer, on any layout of processes.
 
     Args:
@@ -64,6 +63,7 @@ class Learner:
         objective: ``(flat, outputs) -> Terms``, e.g. `moekit.SFT()` or a function typed in a cell.
         config: optimizer, router losses, elision, layout.
         world: all ranks of the layout; None = torch.distributed's, or one process.
+        component: under which its rows are counted, "policy" or "critic".
 
     Raises:
         ConfigError: a layout, denominator or bias that cannot work. Before anything is moved.
@@ -73,25 +73,24 @@ class Learner:
     """
 
     def __init__(
-        self, model: Transformer, objective: Objective, config: LearnerConfig | None = None, world: World | None = None
-    ):
-        self.model, self.objective = model, objective
-        self.config = config or LearnerConfig()
+        self, model: Transformer, objective: Objective, config: LearnerConfig | None = None, world: World | None = None,
+        component: str = "policy",
+    ):  # fmt: skip
+        config = config or LearnerConfig()
+        self.objective = objective
         self.denominator: Denominator = getattr(objective, "denominator", "global_tokens")
         self.constant_length = getattr(objective, "constant_length", None)
         self.name = getattr(objective, "name", getattr(objective, "__name__", "objective"))
+        self.units: Any = getattr(objective, "units", None)
+        self.measured: tuple[str, ...] = tuple(getattr(objective, "metrics", ()))
+        self.needs = tuple(getattr(objective, "needs", ()))
+        self.temperature: float = getattr(objective, "temperature", 1.0)
         shape = model.config
         if self.denominator == "constant" and not self.constant_length:
             raise ConfigError("denominator 'constant' needs constant_length on the objective")
-        if self.config.bias_rate and not shape.selection_bias:
-            raise ConfigError(f"bias_rate={self.config.bias_rate} needs a model with ModelConfig.selection_bias=True")
-        if self.config.precision == "mxfp8":
-            check_shape(shape)
-        self.mesh = Mesh.make(self.config, shape, world)
-        self.world = self.mesh.world
-        part = part_of(self.config, shape, self.mesh.pp.rank, self.mesh.ep.rank)
-        if model.part != part:
-            model.keep(part)
+        if config.bias_rate and not shape.selection_bias:
+            raise ConfigError(f"bias_rate={config.bias_rate} needs a model with ModelConfig.selection_bias=True")
+        self._place(model, config, world)
         self.gradients = Gradients(model, self.config, self.mesh)
         for bucket in self.gradients.buckets:  # replicas start equal even if they were seeded apart
             bucket.ranks.broadcast(bucket.param)
@@ -105,17 +104,10 @@ class Learner:
         behind = {n: (b.param, b.master) for b in self.gradients.buckets for n in b.params}
         self.caches = ExpertCaches(model, behind=behind) if self.config.precision == "mxfp8" else None
         self.optimizer = FlatAdamW(self.gradients, self.config)
-        self.run: Any = partial(loop.run, told=self.gradients.finish_microbatch)
-        if self.mesh.pp.size > 1:
-            from .pipeline import Pipeline  # torch's schedules take a second to import
-
-            dtype = next(model.parameters()).dtype
-            self.run = Pipeline(self.config, shape, self.mesh.pp, dtype, model.device).run
-        self.overflow = Overflow(model, self.config, self.mesh.ep)
-        self.counter = RowCounter.of(shape)
+        self._ready(component, self.gradients.finish_microbatch)
+        self.counter = RowCounter.of(shape, component)
         with self.counter.during("recompute"):
             pass  # every rank knows of the pass, also one that holds no expert
-        self.routes: list[dict[int, Tensor]] = []  # with step(record=True): expert choices [N, K] by layer held here
         self.updates = 0  # committed optimizer steps: also the weight version
         self.skipped = 0
 
@@ -142,12 +134,16 @@ class Learner:
         self.mesh.wire.reset()
         flats = self._prepare(batches)
         counts = step_counts(flats, self.mesh.dp.sum_list)
+        units = counts.supervised
+        if self.units is not None:
+            (units,) = self.mesh.dp.sum_list([float(sum(self.units(f) for f in flats))])
+        counts = replace(counts, units=units)
         found = self._attempt(flats, counts, record, replay)
         redone = self.overflow.must_redo(found.need)
         if redone:  # discard everything; every microbatch runs again on the synchronized path
             with self.overflow.synchronized():
                 found = replace(self._attempt(flats, counts, record, replay), need=found.need, used=found.used)
-        commit = counts.supervised > 0 and math.isfinite(found.loss) and math.isfinite(found.norm)
+        commit = counts.units > 0 and math.isfinite(found.loss) and math.isfinite(found.norm)
         clipped = False
         self.counter.all_reduce(self.world.group, alone=self.world.size == 1)
         if commit:
@@ -163,6 +159,7 @@ class Learner:
         return {
             "loss/total": found.loss + c.balance * found.balance + c.z * found.z,
             f"loss/{self.name}": found.loss,
+            **{f"{self.name}/{key}": value for key, value in zip(self.measured, found.sums)},
             "loss/balance": found.balance,
             "loss/z": found.z,
             "grad/norm": found.norm,
@@ -173,7 +170,7 @@ class Learner:
             "time/step_s": seconds,
             **self.counter.metrics(),
             **rates(self.counter, seconds),
-            "flops/step": step_flops(self.model.config, self.counter)["total"] if counts.supervised else 0.0,
+            "flops/step": step_flops(self.model.config, self.counter)["total"] if counts.units else 0.0,
             **wire,
             **self.overflow.metrics(found.need, found.used, redone),
         }
@@ -184,13 +181,14 @@ class Learner:
         self.gradients.start()
         self.overflow.reset()
         self.routes = []
+        sums = {key: torch.zeros((), dtype=torch.float64, device=self.model.device) for key in self.measured}
         c, device = self.config.router, self.model.device
         held, zero_E = self.model.blocks, torch.zeros(self.model.config.experts, dtype=torch.long, device=device)
         self.chosen = {i: zero_E.clone() for i, b in held.items() if self.config.bias_rate and b.routes}
-        if counts.supervised == 0:  # nothing to learn from: known before any work, on every rank alike
+        if counts.units == 0:  # nothing to learn from: known before any work, on every rank alike
             self.counter.skip(flats if self.mesh.pp.rank == 0 else [])
             self.gradients.finish()
-            return Readings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return Readings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (0.0,) * len(sums))
         pooled = c.granularity == "hf" and c.balance > 0
         if pooled and (len(flats) > 1 or self.world.size > 1):
             raise ConfigError(
@@ -206,16 +204,22 @@ class Learner:
             x, routes = self._stage(
                 place, x_ND, flats[i], router, self.counter, replay[i] if replay and flats[i].rows else None
             )
-            self._record(i, place, routes, flats[i], record)
+            self._record(i, place, routes, record)
+            self._count_choices(place, routes, flats[i])
             if self.model.part.stages[place][1] < self.model.config.layers:
                 return x
-            out = self.model.finish(x, flats[i], routes)
+            out = self.model.finish(x, flats[i], routes, temperature=self.temperature)
             terms = self.objective(flats[i], out)
-            weight = token_weights(flats[i], counts, self.denominator, self.constant_length)
-            value = (terms.loss_M * weight.to(terms.loss_M.dtype)).sum()
+            if self.units is None:
+                weight = token_weights(flats[i], counts, self.denominator, self.constant_length)
+                value = (terms.loss_M * weight.to(terms.loss_M.dtype)).sum()
+            else:
+                value = terms.loss_M.sum() / counts.units
             loss += value.detach()
+            for key, total in sums.items():
+                total += terms.sums[key].detach()
             if not value.requires_grad:  # router losses, and other ranks' experts, wait for this backward all the same
-                value = value + out.logprob_M[:0].sum()
+                value = value + out.score_M[:0].sum()
             if pooled:
                 balance = balance_hf(out.routes or [], flats[i], c.scope)
                 router.values["balance"].append(balance.detach())
@@ -225,66 +229,23 @@ class Learner:
         self.run(flats, forward)
         self.gradients.finish()
         own = [loss, *(sum(v, torch.zeros((), device=device)) for v in router.values.values())]
-        own += [self.gradients.square_norm(), *self.overflow.fullness()]
+        own += [self.gradients.square_norm(), *self.overflow.fullness(), *sums.values()]
         mine = torch.stack([torch.as_tensor(x, device=device).to(torch.float64) for x in own])
         all_WX = self.world.all_gather(mine.new_empty(self.world.size, len(own)).view(-1), mine, "counts")
         rows = all_WX.view(self.world.size, -1).tolist()  # the one host read that the update waits for
         total = [math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in zip(*rows)]
         most = [max(column) for column in zip(*rows)]
         loss_sum, balance, z, square, *_ = total
-        return Readings(loss_sum, balance, z, math.sqrt(square), need=most[4], used=most[5])
+        means = tuple(x / counts.units for x in total[6:])
+        return Readings(loss_sum, balance, z, math.sqrt(square), need=most[4], used=most[5], sums=means)
 
-    def _stage(self, place: int, x_ND: Tensor | None, flat: Flat, router: Any, counter: RowCounter, replay=None):
-        recompute = self.config.recompute if torch.is_grad_enabled() else "none"
-        if place == 0 and self.mesh.pp.rank == 0:  # positions count once, not once a pipeline rank
-            counter.positions(flat)
-            if recompute != "none":
-                with counter.during("recompute"):
-                    counter.positions(flat)
-        return self.model.stage(
-            place,
-            x_ND,
-            flat,
-            elide=self.config.elide,
-            router_loss=router if router is not None and router.per_layer else None,
-            observer=counter,
-            replay=replay,
-            recompute=recompute,
-        )
-
-    def _record(self, microbatch: int, place: int, routes: list, flat: Flat, record: bool) -> None:
-        start, stop = self.model.part.stages[place]
-        layers = [i for i in self.model.config.moe_layers if start <= i < stop]
-        while record and len(self.routes) <= microbatch:
-            self.routes.append({})
-        for layer, route in zip(layers, routes):
-            if record:
-                self.routes[microbatch][layer] = route.expert_NK.detach()
-            if layer in self.chosen:  # a position of a shared prompt counts for each of its children
+    def _count_choices(self, place: int, routes: list, flat: Flat) -> None:
+        """For the selection bias; a position of a shared prompt counts for each of its children."""
+        for layer, route in zip(self._layers(place), routes):
+            if layer in self.chosen:
                 chosen_NK = route.expert_NK[: flat.real]
                 share_NK = flat.share_N[: flat.real, None].expand_as(chosen_NK)
                 self.chosen[layer].scatter_add_(0, chosen_NK.reshape(-1), share_NK.reshape(-1))
-
-    def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
-        """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing)."""
-        flats, problem = list[Flat](), ""
-        try:
-            for b in batches:
-                check(b.flat, self.model.config)
-                flats.append(b.flat)
-        except DataError as error:
-            problem = f"rank {self.world.rank}: {error}"
-        # all ranks learn of a bad batch before the first collective of the step, or the others would wait for ever
-        rounds, bad = self.world.max_list([len(batches), bool(problem)])
-        if bad:
-            raise DataError("; ".join(p for p in self.world.gather(problem) if p))
-        if len(flats) < rounds:
-            template = batches[0] if batches else Batch.make(torch.zeros(1, 2, dtype=torch.long))
-            flats += [template.empty().flat] * (int(rounds) - len(flats))
-        if self.mesh.ep.size > 1:  # everyone learns how many rows can come from whom, here and not in the layers
-            theirs = self.mesh.ep.gather([f.size for f in flats])
-            flats = [replace(f, peers=peers) for f, peers in zip(flats, zip(*theirs))]
-        return [f.to(self.model.device) for f in flats]
 
     def _move_bias(self) -> None:
         for layer, count_E in self.chosen.items():
@@ -303,32 +264,23 @@ class Learner:
     # ------------------------------------------------------------------ looking without moving
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Mean loss per supervised token over all ranks' batches, without gradient; counts in pass "evaluate"."""
+        """Mean loss and metrics per unit over all ranks' batches, without gradient; counted in pass "evaluate"."""
         flats = self._prepare(batches)
+        found: dict[int, list[Tensor]] = {}
 
-        def attempt() -> tuple[list[float], float]:
-            self.overflow.reset()
-            counter = RowCounter.of(self.model.config)
-            sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        def told(i: int, out: Outputs) -> Tensor:
+            terms = self.objective(flats[i], out)
+            n = terms.loss_M.numel() if self.units is None else self.units(flats[i])
+            found[i] = [terms.loss_M.sum(), torch.tensor(n), *(terms.sums[key] for key in self.measured)]
+            return terms.loss_M.sum()
 
-            def forward(place: int, x_ND: Tensor | None, i: int) -> Tensor:
-                x, routes = self._stage(place, x_ND, flats[i], None, counter)
-                if self.model.part.stages[place][1] < self.model.config.layers:
-                    return x
-                loss_M = self.objective(flats[i], self.model.finish(x, flats[i], routes)).loss_M
-                sums.add_(torch.stack((loss_M.sum(dtype=torch.float64), sums.new_tensor(loss_M.numel()))))
-                return loss_M.sum()
-
-            with counter.during("evaluate"):
-                self.run(flats, forward, backward=False)
-            found = sums.tolist()
-            return self.world.sum_list(found), self.world.max_list([float(self.overflow.fullness()[0])])[0]
-
-        (total, n), need = attempt()
-        if self.overflow.must_redo(need):
-            with self.overflow.synchronized():
-                (total, n), _ = attempt()
-        return {f"eval/{self.name}": total / n if n else 0.0, "eval/tokens": n}
+        self._pass(flats, told, "evaluate", self.temperature)
+        each = [[float(x) for x in sums] for sums in found.values()] or [[0.0] * (2 + len(self.measured))]
+        total, n, *sums = self.world.sum_list([math.fsum(column) for column in zip(*each)])
+        means = {
+            f"eval/{key}": value / n if n else 0.0 for key, value in zip((self.name, *self.measured), (total, *sums))
+        }
+        return {**means, "eval/tokens" if self.units is None else "eval/units": n}
 
     # ------------------------------------------------------------------ state (moekit.learner.state)
     def save(

@@ -142,10 +142,10 @@ class World:
         dist.all_to_all_single(out, x, got, sent, group=self.group)
         return out
 
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's values, in place; returns `x`."""
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """The values of rank `source`, in place; returns `x`."""
         if self.size > 1:
-            dist.broadcast(x, group=self.group, group_src=0)
+            dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def barrier(self) -> None:

@@ -114,7 +114,7 @@ def step_flops(
         "experts": row * forward_rows,
         "shared": 6 * at_shared * D * config.shared_width,
         "dense": 6 * at_dense * D * config.dense_width,
-        "head": 2 * config.vocab * D * work.supervised,
+        "head": 2 * config.outputs * D * work.supervised,
     }
     back = {name: 2 * value for name, value in forward.items()} | {"experts": 2 * row * backward_rows}
     if not backward:

@@ -202,6 +202,14 @@ class RowCounter:
             self.ranks[key] = by_rank.view(like.shape)
         return self
 
+    def add(self, other: RowCounter) -> RowCounter:
+        """Add what another counter of this component and rank has counted. Returns self."""
+        for (component, name), m in other.measures.items():
+            if component != self.component or self.reduced or other.reduced:
+                raise ConfigError(f"counts of {component} cannot be added to those of {self.component}, or are sums")
+            self._make(name).follow(m.buffer.device).buffer.add_(m.buffer)
+        return self
+
     def reset(self) -> RowCounter:
         """Set everything to zero for the next step. Returns self."""
         for m in self.measures.values():

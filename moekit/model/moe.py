@@ -195,14 +195,14 @@ class MoE(nn.Module):
             real: expert rows run for positions [0, real); the others' routed output is zero. N = elide nothing.
             needed_M: the output is wanted at these positions only ([M] int64); no other row runs, output is [M, D].
             sizes: how many positions run expert rows, on every rank that shares the experts; () = alone.
-            replay_NK: choices to use instead of the router's.
+            replay_NK: choices to use instead of the router's; -1 = the router's own for that position.
             router_loss: scalar added to the training loss by way of this layer's output.
             observer: told of every row.
             memo: of a layer that is recomputed as part of a block.
             recompute: give up the experts' activations (rows are dispatched again in the backward).
         """
         again = memo is not None and memo.again
-        route = self.router(x_ND, memo.expert_NK if memo is not None and again else replay_NK)
+        route = self.router(x_ND, memo.expert_NK if memo is not None and again else replay_NK, whole=again)
 
         def keep(t: Tensor) -> Tensor:
             return t[:real] if needed_M is None else t[needed_M]

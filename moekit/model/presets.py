@@ -53,7 +53,7 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     norms = {"none": 0, "full": q + kv, "head": 2 * d}[config.qk_norm]
     parts = {
         "embedding": config.vocab * D,
-        "head": 0 if config.tied_head else config.vocab * D,
+        "head": 0 if config.tied_head else config.outputs * D,
         "attention": layers * ((q + 2 * kv) * D + D * q + norms),
         "norms": (2 * layers + 1) * D,
         "routers": routing * config.experts * D,

@@ -54,8 +54,11 @@ class Router(nn.Module):
             self.selection_bias = after.float() if before.is_meta else before.to(after.device)
         return self
 
-    def forward(self, x_ND: Tensor, replay_NK: Tensor | None = None) -> Route:
-        """Scores, choices and gates; with `replay_NK` the choices are given and only the gates are computed."""
+    def forward(self, x_ND: Tensor, replay_NK: Tensor | None = None, whole: bool = False) -> Route:
+        """Scores, choices and gates; with `replay_NK` the choices are given and only the gates are computed.
+
+        A position whose replayed choices are -1 chooses for itself; `whole` = there is none of that kind.
+        """
         wide = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
         logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
         if self.gate == "sigmoid":
@@ -63,16 +66,18 @@ class Router(nn.Module):
             probs_NE = score_NE / score_NE.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
         else:
             score_NE = probs_NE = logits_NE.softmax(-1)
-        if replay_NK is None:
-            with torch.no_grad():  # adding the bias to logits and to scores would choose differently: it is for scores
-                expert_NK = ops.choose_experts(logits_NE, score_NE, self.top_k, self.gate, self.selection_bias)
-        elif replay_NK.shape != (want := (x_ND.shape[0], self.top_k)):
+        if replay_NK is not None and replay_NK.shape != (want := (x_ND.shape[0], self.top_k)):
             raise ConfigError(
                 f"replayed routes have shape {tuple(replay_NK.shape)}, this layer needs {want}: one row per position, "
                 "in the batch's flat order"
             )
-        else:
+        if replay_NK is not None and whole:
             expert_NK = replay_NK
+        else:
+            with torch.no_grad():  # adding the bias to logits and to scores would choose differently: it is for scores
+                expert_NK = ops.choose_experts(logits_NE, score_NE, self.top_k, self.gate, self.selection_bias)
+                if replay_NK is not None:
+                    expert_NK = torch.where(replay_NK[:, :1] < 0, expert_NK, replay_NK)
         if self.gate == "topk_softmax":
             gate_NK = logits_NE.gather(-1, expert_NK).softmax(-1)
         else:

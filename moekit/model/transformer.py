@@ -29,10 +29,16 @@ class Outputs:
     """What a forward pass gives to an objective."""
 
     hidden_MD: Tensor  # final hidden states at flat.label_index_M
-    logprob_M: Tensor  # float32 or float64, log p(label) at flat.label_index_M
+    logprob_M: Tensor  # float32 or float64, log p(label) at flat.label_index_M; empty with a value head
     routes: list[Route] | None  # one per routing layer, in flat order; only with record=True
     flat: Flat
     hidden_ND: Tensor | None = None  # final hidden states everywhere; only with keep_hidden=True
+    value_M: Tensor | None = None  # float32 or float64, at flat.label_index_M; only with a value head
+
+    @property
+    def score_M(self) -> Tensor:
+        """What the head says at the labelled positions: values if it is a value head, else log-probs."""
+        return self.logprob_M if self.value_M is None else self.value_M
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class Transformer(nn.Module):
         if last:
             self.final_norm = RMSNorm(config.width, config.norm_eps, dtype, device)
             if not config.tied_head:
-                self.head = Linear(config.width, config.vocab, dtype, device)
+                self.head = Linear(config.width, config.outputs, dtype, device)
         if seed is not None:
             self.initialize(seed)
 
@@ -224,6 +230,7 @@ class Transformer(nn.Module):
         record: bool = False,
         keep_hidden: bool = False,
         recompute: Recompute = "none",
+        temperature: float = 1.0,
     ) -> Outputs:
         """Run a microbatch and score its labels.
 
@@ -234,10 +241,11 @@ class Transformer(nn.Module):
             router_loss: `(layer, route, flat, again) -> scalar`, already scaled; reaches the gradient through the
                 layer's output, so the caller must not add it to the loss. The last layer's sees all N positions too.
             observer: told of every routed row, forward, recomputed and backward.
-            replay: expert choices [N, K] to use, one tensor per routing layer, in flat order.
+            replay: expert choices [N, K] to use, one tensor per routing layer, in flat order; -1 = the router's own.
             record: keep what the routers decided.
             keep_hidden: also return the final hidden states of all positions.
             recompute: activations that are computed again in the backward: of the experts ("moe"), of blocks ("block").
+            temperature: log-probs are those of logits divided by it.
 
         Raises:
             DataError: a token outside the vocabulary, or a position past `max_positions`.
@@ -251,7 +259,7 @@ class Transformer(nn.Module):
             0, None, flat, elide=elide, router_loss=router_loss, observer=observer, replay=replay,
             keep_hidden=keep_hidden, recompute=recompute,
         )  # fmt: skip
-        return self.finish(x, flat, routes if record else None, keep_hidden)
+        return self.finish(x, flat, routes if record else None, keep_hidden, temperature)
 
     def stage(
         self,
@@ -299,8 +307,11 @@ class Transformer(nn.Module):
                 routes.append(route)
         return x, routes
 
-    def finish(self, x_ND: Tensor, flat: Flat, routes: list[Route] | None = None, keep_hidden: bool = False) -> Outputs:
-        """Final norm, head and log-probs of what the last stage gave."""
+    def finish(
+        self, x_ND: Tensor, flat: Flat, routes: list[Route] | None = None, keep_hidden: bool = False,
+        temperature: float = 1.0,
+    ) -> Outputs:  # fmt: skip
+        """Final norm, head, and log-probs (at `temperature`) or values of what the last stage gave."""
         hidden_ND = None
         if keep_hidden:
             hidden_ND = self.final_norm(x_ND)
@@ -308,7 +319,11 @@ class Transformer(nn.Module):
         else:
             labelled = x_ND.shape[0] == flat.label_index_M.shape[0]  # the last layer may have left only those
             hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])
-        logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M)
+        if self.config.value_head:
+            wide = torch.promote_types(hidden_MD.dtype, torch.float32)
+            value_M = F.linear(hidden_MD, self.head_weight)[:, 0].to(wide)
+            return Outputs(hidden_MD, value_M.new_zeros(0), routes, flat, hidden_ND, value_M)
+        logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M, temperature=temperature)
         return Outputs(hidden_MD, logprob_M, routes, flat, hidden_ND)
 
     def prefill(self, prompts: list[list[int]], room: int) -> tuple[Tensor, Cache]:

@@ -38,6 +38,7 @@ class StepCounts:
     ranks: float  # ranks with at least one label
     removed_positions: float  # (T - 1) for each instance that the filter removed
     rank_supervised: float  # U of this rank alone
+    units: float = 0.0  # what an objective with units of its own counts (pairs), else U
 
 
 def labels_per_document(flat: Flat) -> Tensor:

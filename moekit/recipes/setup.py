@@ -22,9 +22,8 @@ from .. import errors
 from ..checkpoint.export import choose_family
 from ..checkpoint.huggingface import check_tokenizer, read_config
 from ..checkpoint.save import latest, read_manifest, retain
-from ..config import ModelConfig, SFTConfig
+from ..config import LearnerConfig, ModelConfig, RunConfig
 from ..data.chat import load_tokenizer
-from ..data.stream import RowStream
 from ..errors import CheckpointError, ConfigError, DataError, RunExistsError, StorageError
 from ..launch.folder import OWNED
 from ..launch.worker import Here
@@ -38,9 +37,11 @@ from ..model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 CHECKPOINTS = "checkpoints"
+CRITIC = "critic"
 EXPORT = "export"
 # what may differ when a run is resumed: none of it changes a step that both would take
-FREE = ("steps", "out", "microbatch_rows", "save_every", "keep_checkpoints", "export", "overwrite", "resume")
+FREE = ("steps", "out", "microbatch_rows", "microbatch_tokens", "save_every", "keep_checkpoints", "export", "overwrite",
+        "resume", "slots", "reward_seconds", "reward_workers", "eval_every", "eval_items", "cache")  # fmt: skip
 LAYOUT = ("ep", "pp", "pipeline", "stages_per_rank", "zero", "reduce", "dispatch", "transport", "capacity",
           "on_overflow", "recompute")  # of `LearnerConfig`: the same  # fmt: skip
 _MARKS = ("metrics.jsonl", "state.json", "card.json")  # a folder that holds one of them is a run
@@ -85,7 +86,7 @@ def share(world: World, value: Value) -> Value:
     return box[0]
 
 
-def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
+def run_folder(config: RunConfig, here: Here, recipe: str = "sft") -> Path:
     """Where the run goes: the launcher's folder, `config.out`, or a new one under runs/. Looks, and writes nothing.
     Raises:
         ConfigError: the launcher and `config.out` name two folders.
@@ -107,7 +108,7 @@ def run_folder(config: SFTConfig, here: Here, recipe: str = "sft") -> Path:
     return folder
 
 
-def _look(folder: Path, config: SFTConfig) -> None:
+def _look(folder: Path, config: RunConfig) -> None:
     if config.overwrite and config.resume:
         raise ConfigError("overwrite=True would delete the run that resume=True is to continue; choose one")
     if folder.exists() and not folder.is_dir():
@@ -135,7 +136,7 @@ def clear(folder: Path) -> None:
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
 
 
-def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
+def check_room(folder: Path, shape: ModelConfig, config: RunConfig) -> None:
     """Raise `StorageError` if the disk has no room for the checkpoints and the export that the run will write."""
     item = DTYPES[config.dtype].itemsize
     saves = 1 if config.save_every is None else min(config.keep_checkpoints + 1, 1 + config.steps // config.save_every)
@@ -148,7 +149,7 @@ def check_room(folder: Path, shape: ModelConfig, config: SFTConfig) -> None:
         raise StorageError(f"the disk at {place} has {free / 1e9:.2f} GB free, {take}; {how}")
 
 
-def tokenizer_folder(config: SFTConfig) -> str:
+def tokenizer_folder(config: RunConfig) -> str:
     """The folder whose tokenizer the run uses."""
     if config.tokenizer is not None:
         return config.tokenizer
@@ -170,18 +171,20 @@ def model_shape(name: str, tokenizer: Any = None) -> ModelConfig:
     return replace(preset(name), **ids)
 
 
-def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
-    """Everything that can be known without reading data or weights: (run folder, shape, tokenizer)."""
-    folder = run_folder(config, here)
-    if isinstance(config.data, str) and not Path(config.data).exists():
+def check(config: RunConfig, here: Here, recipe: str = "sft", task: bool = False) -> tuple[Path, ModelConfig, Any]:
+    """Everything that can be known without reading data or weights: (run folder, shape, tokenizer).
+
+    `task`: `config.data` may be the name of a task, which is looked for when its items are made."""
+    folder = run_folder(config, here, recipe)
+    if isinstance(config.data, str) and not Path(config.data).exists() and not (task and config.data.isidentifier()):
         raise DataError(f"no such file or folder: {config.data} (the data to train on)")
     model_shape(config.model)  # a wrong name is said before the tokenizer is looked for
     tokenizer = load_tokenizer(tokenizer_folder(config))
     shape = model_shape(config.model, tokenizer)
     check_tokenizer(shape, tokenizer)
-    if config.rows.length > shape.max_positions:
+    if config.row_length > shape.max_positions:
         most = f"the {shape.max_positions} positions of the model {config.model!r}"
-        raise ConfigError(f"rows of length={config.rows.length} are longer than {most}; set length to at most that")
+        raise ConfigError(f"rows of length={config.row_length} are longer than {most}; set length to at most that")
     check_layout(config.learner, shape, here.world)
     if config.export:
         choose_family(shape)
@@ -189,43 +192,61 @@ def check(config: SFTConfig, here: Here) -> tuple[Path, ModelConfig, Any]:
     return folder, shape, tokenizer
 
 
-def make_model(config: SFTConfig, shape: ModelConfig, here: Here) -> Transformer:
-    """This rank's part of the folder's weights, or of a preset drawn from the seed; NaN and infinity are refused."""
-    part = part_of(config.learner, shape, *place(config.learner, here.rank, here.world))
+def make_model(
+    config: RunConfig, shape: ModelConfig, here: Here, model: str | None = None, learner: LearnerConfig | None = None
+) -> Transformer:
+    """This rank's part of the weights of a folder, or of a preset drawn from the seed; NaN and infinity are refused.
+
+    `model` and `learner` in place of the config's, for a second model of the run."""
+    name, layout = model or config.model, learner or config.learner
+    part = part_of(layout, shape, *place(layout, here.rank, here.world))
     how: dict[str, Any] = {"dtype": DTYPES[config.dtype], "device": here.device, "part": part}
-    return load(config.model, **how) if Path(config.model).is_dir() else Transformer(shape, seed=config.seed, **how)
+    return load(name, **how) if Path(name).is_dir() else Transformer(shape, seed=config.seed, **how)
 
 
-def save(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig, done: int) -> None:
-    """Write ``checkpoints/step_<done>``: the learner, the data position and the config. Old ones go.
+def save(
+    learner: Learner, state: dict[str, Any], folder: Path, config: RunConfig, done: int, critic: Learner | None = None
+) -> None:
+    """Write ``checkpoints/step_<done>``: the learner, what else the recipe must remember, and the config. Old ones go.
 
-    It is written behind the next steps; only the last step waits for the disk."""
-    extra = {"done": done, "stream": stream.state(), "config": config.to_dict()}
+    It is written behind the next steps; only the last step waits for the disk. A critic goes to a folder of its own,
+    before: a step whose policy is there has its critic too."""
+    extra = {"done": done, "state": state, "config": config.to_dict()}
+    if critic is not None:
+        critic.save(folder / CRITIC / f"step_{done}", {"done": done}, overwrite=True, wait=True)
     learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True, wait=done == config.steps)
     if learner.world.rank == 0:
         retain(folder / CHECKPOINTS, config.keep_checkpoints)
+        if critic is not None:
+            retain(folder / CRITIC, config.keep_checkpoints + 1)  # the policy's is still being written
 
 
-def restore(learner: Learner, stream: RowStream, folder: Path, config: SFTConfig) -> int:
-    """Continue from the newest checkpoint: weights, moments, random state, data position. Returns the steps done.
+def restore(
+    learner: Learner, folder: Path, config: RunConfig, critic: Learner | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Continue from the newest checkpoint: weights, moments, random state. Returns the steps done, and `state`.
     Raises:
         ConfigError: a setting that would make it another run, with its old and new value.
-        CheckpointError, DataError: a broken checkpoint, or other data."""
+        CheckpointError: a broken checkpoint."""
     found = latest(folder / CHECKPOINTS)
     assert found is not None  # run_folder has looked
     extra = read_manifest(found)["extra"]
-    saved = SFTConfig.from_dict(extra["config"])
-    saved = replace(
-        saved,
-        **{name: getattr(config, name) for name in FREE},
-        learner=replace(saved.learner, **{name: getattr(config.learner, name) for name in LAYOUT}),
-    )
-    old, new = saved.to_dict(), config.to_dict()
+    old, new = _fixed(type(config).from_dict(extra["config"])), _fixed(config)
     told = [f"{name} was {old[name]!r}, is {new[name]!r}" for name in old if old[name] != new[name]]
     if told:
         raise ConfigError(f"resume continues the same run, but {'; '.join(told)}. For other settings start a new run")
     if extra["done"] > config.steps:
         raise ConfigError(f"{found} is {extra['done']} steps on, but steps={config.steps}; ask for more, or a new run")
     learner.restore(found)
-    stream.restore(extra["stream"])
-    return extra["done"]
+    if critic is not None:
+        critic.restore(folder / CRITIC / found.name)
+    return extra["done"], extra["state"]
+
+
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    """What must not change on resume."""
+    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    for name, value in values.items():
+        if isinstance(value, dict) and "ep" in value and "pp" in value:  # a learner's: it may change its layout
+            values[name] = {key: v for key, v in value.items() if key not in LAYOUT}
+    return values

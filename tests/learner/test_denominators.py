@@ -34,7 +34,7 @@ class OneWeight(nn.Module):
     def stage(self, place, x_ND, flat, **_):
         return self.w, []
 
-    def finish(self, w, flat, routes):
+    def finish(self, w, flat, routes, temperature=1.0):
         return SimpleNamespace(logprob_M=-w[0, 0] * flat.label_M.double())
 
 

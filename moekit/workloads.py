@@ -1,0 +1,173 @@
+"""Settings of the workloads beyond supervised fine-tuning: preferences, reward model, and reinforcement learning.
+
+Defaults are for a small model on a CPU. `presets()` has published recipes, each with its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .config import Denominator, Dtype, LearnerConfig, RunConfig, _need
+
+Reference = Literal["none", "resident", "cached"]
+
+
+@dataclass(frozen=True)
+class PairConfig(RunConfig):
+    """What runs on preference pairs share."""
+
+    batch_pairs: int = 16  # of one optimizer step, over all ranks
+    length: int = 512  # T, positions of a row; a pair that does not fit is left out and reported
+    share_prompt: bool = True  # route and compute the prompt of a pair once
+    microbatch_tokens: int = 4096  # positions of one forward, on one rank
+    export: bool = True
+
+    def _check(self) -> None:
+        super()._check()
+        _need(self.batch_pairs >= 1, f"batch_pairs={self.batch_pairs} must be at least 1")
+        _check_rows(self.length, self.microbatch_tokens)
+
+    @property
+    def row_length(self) -> int:
+        """T, the most positions of a row."""
+        return self.length
+
+
+@dataclass(frozen=True)
+class DPOConfig(PairConfig):
+    """One DPO run: `moekit.recipes.dpo.train`."""
+
+    beta: float = 0.1
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    label_smoothing: float = 0.0
+    length_normalised: bool = False
+    reference: Literal["resident", "cached"] = "cached"
+    cache: str | None = None  # folder of the reference cache; None = reference/ in the run folder
+
+    def _check(self) -> None:
+        super()._check()
+        _need(self.beta > 0, f"beta={self.beta} must be above 0")
+
+
+@dataclass(frozen=True)
+class RewardConfig(PairConfig):
+    """One reward-model run: `moekit.recipes.reward_model.train`. It has no export: no family holds a value head."""
+
+    center: float = 0.0  # coefficient of the squared sum of a pair's two rewards
+    export: bool = False
+
+    def _check(self) -> None:
+        super()._check()
+        _need(not self.export, "a value head has no Hugging Face family; leave export=False and use the checkpoint")
+
+
+@dataclass(frozen=True)
+class RLConfig(RunConfig):
+    """What GRPO and PPO share: rollouts, rewards, rows, reference. `data` holds prompts, or names a reasoning-gym task.
+
+    A step: sample `group` answers to each of `prompts` prompts, score them, and take `epochs` x `minibatches`
+    optimizer steps on them.
+    """
+
+    prompts: int = 8  # of one rollout, over all ranks
+    group: int = 8  # answers to each
+    items: int = 4096  # of a task, when `data` names one
+    max_prompt: int = 256  # tokens; longer prompts are left out and reported
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    rollout_dtype: Dtype | None = None  # of the engine's weights; None = the learner's
+    slots: int = 64  # sequences that an engine decodes together
+    length: int = 512  # T, positions of a row
+    share_prompt: bool = True
+    microbatch_tokens: int = 4096  # positions of one forward, on one rank
+    epochs: int = 1  # over one rollout
+    minibatches: int = 1  # optimizer steps of an epoch
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: float = 0.0  # coefficient of the divergence from the reference; 0 = no reference is held
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    importance_cap: float | None = None  # truncates the weight learner / engine of each token; None = weights are 1
+    replay: bool = False  # train with the experts that the engine chose
+    mask_truncated: bool = False  # answers cut at max_new_tokens teach nothing
+    verifier: str = "task"  # "task": its own scorer; "math": math-verify; or "package.module:function"
+    reward_scale: float = 1.0  # times the score
+    reward_seconds: float = 10.0  # one verification may take
+    reward_workers: int = 1  # processes on each rank
+    eval_data: str | None = None  # held-out prompts; None = held-out items of the task
+    eval_every: int | None = None  # steps; None = before and after
+    eval_items: int = 200
+
+    def _check(self) -> None:
+        super()._check()
+        for name in ("prompts", "group", "max_prompt", "max_new_tokens", "slots", "epochs", "minibatches"):
+            _need(getattr(self, name) >= 1, f"{type(self).__name__}.{name}={getattr(self, name)} must be at least 1")
+        _need(self.temperature > 0, f"temperature={self.temperature}: learning needs samples; set it above 0")
+        _need(0 < self.top_p <= 1, f"top_p={self.top_p} must be above 0 and at most 1")
+        cut = self.top_k > 0 or self.top_p < 1
+        _need(
+            not cut or self.importance_cap is not None,
+            f"top_k={self.top_k}, top_p={self.top_p} change the distribution that is sampled from, which the learner's "
+            "log-probs do not; set importance_cap to correct for it, or sample from the whole distribution",
+        )
+        _need(self.kl >= 0, f"kl={self.kl} must be at least 0")
+        _need(
+            self.minibatches <= self.prompts,
+            f"minibatches={self.minibatches} cannot be more than prompts={self.prompts}: a group stays together",
+        )
+        _check_rows(self.length, self.microbatch_tokens)
+
+    @property
+    def row_length(self) -> int:
+        """T, the most positions of a row."""
+        return self.length
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one rollout."""
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True)
+class GRPOConfig(RLConfig):
+    """One GRPO run: `moekit.recipes.grpo.train`."""
+
+    advantage: Literal["std", "none"] = "std"  # divide by the group's standard deviation, or not (Dr. GRPO)
+    leave_one_out: bool = False
+    denominator: Denominator = "global_tokens"
+    constant_length: int | None = None  # with denominator="constant"; None = max_new_tokens
+    ratio: Literal["token", "sequence"] = "token"  # "sequence" is GSPO's
+    drop_equal_groups: bool = False  # groups whose rewards are all equal leave the denominators too
+
+
+@dataclass(frozen=True)
+class PPOConfig(RLConfig):
+    """One PPO run: `moekit.recipes.ppo.train`."""
+
+    kl: float = 0.05
+    kl_kind: Literal["k1", "k2", "k3"] = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    denominator: Denominator = "global_tokens"
+    critic: str | None = None  # a Hugging Face folder, a preset, or a checkpoint (a reward model); None = the policy's
+    critic_learner: LearnerConfig | None = None  # None = the policy's
+    gamma: float = 1.0
+    lam: float = 0.95
+    value_clip: float | None = 0.2
+    whiten: bool = True
+    critic_warmup: int = 0  # rollouts on which only the critic learns
+
+    def _check(self) -> None:
+        super()._check()
+        _need(0 <= self.gamma <= 1 and 0 <= self.lam <= 1, f"gamma={self.gamma} and lam={self.lam} must be in 0..1")
+
+
+def _check_rows(length: int, tokens: int) -> None:
+    _need(length >= 2, f"length={length} must be at least 2")
+    _need(
+        tokens >= length,
+        f"microbatch_tokens={tokens} does not hold one row of length={length}; raise it, or shorten rows",
+    )
+
