@@ -29,7 +29,8 @@ class Report:
     (documents cut into several); `rows_without_target` (documents or parts with nothing to predict, left out);
     `filtered` (instances that the instance filter removed); `targets_lost` (supervised tokens that a cut removed or
     left without a predecessor); `targets_filtered` (supervised tokens of removed instances); `rows`; `pieces`
-    (documents and parts of documents in the rows); `tokens`, `supervised` and `padding` positions of the rows."""
+    (documents and parts of documents in the rows); `tokens`, `supervised` and `padding` positions of the rows; `shared`
+    (positions that prefix sharing saved)."""
 
     counts: Counter[str] = field(default_factory=Counter)
     events: list[Event] = field(default_factory=list)

@@ -50,7 +50,7 @@ def load_examples(source: Any, *, reject: Callable[[str, int, str], None] | None
     >>> load_examples([{"prompt": "2 + 2 =", "completion": "4"}])[0].messages
     [{'role': 'user', 'content': '2 + 2 ='}, {'role': 'assistant', 'content': '4'}]
     """
-    name, records = _open(source)
+    name, records = open_records(source)
     examples, count = [], 0
     for count, (index, record) in enumerate(records, 1):
         try:
@@ -76,10 +76,10 @@ def as_example(record: Any, source: str = "example", index: int = 0) -> Example:
         raise DataError(f"{where}: an example must be an object, got {_kind(record)}; {FORMS}")
     first = 0
     if record.get("messages") is not None:
-        messages = _messages(record["messages"], "messages", where)
+        messages = as_messages(record["messages"], "messages", where)
     elif record.get("prompt") is not None and record.get("completion") is not None:
-        prompt = _messages(record["prompt"], "prompt", where, "user")
-        completion = _messages(record["completion"], "completion", where, "assistant")
+        prompt = as_messages(record["prompt"], "prompt", where, "user")
+        completion = as_messages(record["completion"], "completion", where, "assistant")
         messages, first = prompt + completion, len(prompt)
     else:
         raise DataError(f"{where}: no usable fields among {', '.join(map(str, record)) or 'none'}; {FORMS}")
@@ -87,7 +87,7 @@ def as_example(record: Any, source: str = "example", index: int = 0) -> Example:
     return Example(messages, source, index, first, extra)
 
 
-def _messages(value: Any, field: str, where: str, text_role: str = "") -> list[Message]:
+def as_messages(value: Any, field: str, where: str, text_role: str = "") -> list[Message]:
     """The checked messages of a field; a plain text is one message of `text_role`, where that is given."""
     if text_role and isinstance(value, str):
         return [{"role": text_role, "content": value}]
@@ -118,7 +118,8 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _open(source: Any) -> tuple[str, Iterator[tuple[int, Any]]]:
+def open_records(source: Any) -> tuple[str, Iterator[tuple[int, Any]]]:
+    """The name of a data set in any of the forms of `load_examples`, and its records, unchecked, with their places."""
     if isinstance(source, (str, Path)):
         path = Path(source)
         if not path.exists():

@@ -6,13 +6,21 @@ short of rows is a smaller step, nothing is repeated and nothing is left out."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import ConfigError, DataError
 from .batch import Batch
-from .pack import Rows
+
+
+class Indexed(Protocol):
+    """What a stream takes its batches from: rows of documents (`pack.Rows`), or pairs (`preference.Pairs`)."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    def __len__(self) -> int: ...
+    def batch(self, indices: Any) -> Batch: ...
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
@@ -45,7 +53,7 @@ class RowStream:
     [[[0], [1]], [[4]], [[0], [1]]]
     """
 
-    def __init__(self, rows: Rows, batch_rows: int, seed: int = 0, shuffle: bool = True):
+    def __init__(self, rows: Indexed, batch_rows: int, seed: int = 0, shuffle: bool = True):
         if batch_rows < 1:
             raise ConfigError(f"batch_rows={batch_rows} must be at least 1")
         if not len(rows):

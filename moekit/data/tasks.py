@@ -78,6 +78,25 @@ def make_task(
     raise DataError(f"task {gave}, {size} were asked for; ask for fewer, or widen its settings")
 
 
+def make_pairs(
+    name: str, split: Literal["train", "heldout"], size: int, seed: int = 0, **settings: Any
+) -> list[dict[str, Any]]:
+    """Preference pairs of a task, for `moekit.data.preference.load_pairs`: the right answer, and another item's answer
+    that the task's scorer does not call right. Arguments and items as in `make_task`; `prompt`, `chosen` and `rejected`
+    take the place of `messages`.
+    Raises DataError: a question to which all answers are right."""
+    items, pairs = make_task(name, split, size, seed, **settings), []
+    answers = list(dict.fromkeys(item["entry"]["answer"] for item in items))
+    for at, item in enumerate(items):
+        others = (answers[(at + k) % len(answers)] for k in range(1, len(answers) + 1))
+        wrong = next((a for a in others if score(item, a) < 1.0), None)
+        if wrong is None:
+            raise DataError(f"task {name!r}: no wrong answer among {len(answers)}; ask for more than {size} items")
+        question, answer = (m["content"] for m in item.pop("messages"))
+        pairs.append({"prompt": question, "chosen": answer, "rejected": wrong, **item})
+    return pairs
+
+
 def score(item: dict[str, Any], answer: str) -> float:
     """How good `answer` is for an item of `make_task`, from 0 to 1, by reasoning-gym's own scorer of the task.
 
