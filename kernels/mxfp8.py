@@ -166,6 +166,22 @@ def _weight_gradient(form: Any, dy_RM: Tensor, x_RK: Tensor, rows: Sorted, weigh
     return write.close(rows)
 
 
+class Combine(torch.autograd.Function):
+    """Gated sum of a position's rows, in float32; keeps the rows, and not their products with the gates."""
+
+    @staticmethod
+    def forward(ctx, y_RD: Tensor, gate_R1: Tensor, row_R: Tensor, shape: torch.Size):
+        ctx.save_for_backward(y_RD, gate_R1, row_R)
+        return gate_R1.new_zeros(shape).index_add_(0, row_R, y_RD * gate_R1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_ND):
+        y_RD, gate_R1, row_R = ctx.saved_tensors
+        dy_RD = dy_ND[row_R]
+        return (dy_RD * gate_R1).to(y_RD.dtype), (dy_RD * y_RD).sum(-1, keepdim=True), None, None
+
+
 def expert_ffn(
     x_RD, offset_E, gate_up_E2FD, down_EDF, up: Operands, down: Operands, slots=(None, None), order_R=None, form=None
 ):
@@ -180,5 +196,5 @@ def moe_ffn(
 ):
     """`moekit.ops.moe_ffn` in MXFP8. The gates meet the outputs, not the activations: those stay as they were drawn."""
     y_RD = expert_ffn(x_ND[rows.row_R], rows.offset_E, gate_up_E2FD, down_EDF, up, down, slots, form=form)
-    gate_R1 = gate_NK.reshape(-1, 1)[rows.slot_R].float()
-    return torch.zeros_like(x_ND, dtype=torch.float32).index_add(0, rows.row_R, y_RD * gate_R1).to(x_ND.dtype)
+    y_ND: Any = Combine.apply(y_RD, gate_NK.reshape(-1, 1)[rows.slot_R].float(), rows.row_R, x_ND.shape)
+    return y_ND.to(x_ND.dtype)

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..measure.plan import Held, Microbatch, activation_bytes, storage_bytes, wire_bytes
 from ..model.transformer import Transformer
 from .gradients import is_expert
+from .precision import check_shape
 from .stages import chunks, part_of, plan_stages, stages_of
 
 
@@ -63,6 +64,8 @@ def plan_rank(
 
     All data-parallel and expert ranks of one are alike. `work` is a microbatch; see `measure.plan`.
     """
+    if config.precision == "mxfp8":
+        check_shape(shape)
     mine, dp = held(shape, config, pp_rank), world // config.pp
     stages, runs = stages_of(config, pp_rank), part_of(config, shape, pp_rank).stages
     kept = [activation_bytes(shape, work, dtype, config, run, device) for run in runs]
@@ -71,6 +74,7 @@ def plan_rank(
     memory = {
         "parameters": stored["parameters"], "gradients": stored["gradients_peak"],
         "optimizer": stored["masters"] + stored["moments"], "activations": flying + max(k["again"] for k in kept),
+        **({"mxfp8": stored["caches"]} if config.precision == "mxfp8" else {}),
     }  # fmt: skip
     total = config.pp * len(runs)
     sends = sum(0 <= n < total and n not in stages for s in stages for n in (s - 1, s + 1))
@@ -122,10 +126,10 @@ def layout_table(
 
 
 CONVENTION = """\
-Memory: of the fullest rank. Parameters, gradients and optimizer (fp32 masters and moments) are exact; activations are
-what autograd keeps for the microbatches in flight under 1F1B, plus one recomputation. Buffers of kernels, collectives
-and the allocator come on top. Wire: what the rank that sends most sends in one training step, with balanced routing;
-all-reduces are counted as rings. Rows are one document each, every position labelled."""
+Memory: of the fullest rank. Parameters, gradients, optimizer (fp32 masters and moments) and mxfp8 (copies of experts)
+are exact; activations are what autograd keeps for the microbatches in flight under 1F1B, plus one recomputation.
+Buffers of kernels, collectives and the allocator come on top. Wire: what the rank that sends most sends in one training
+step, with balanced routing; all-reduces are counted as rings. Rows are one document each, every position labelled."""
 
 
 def render(table: list[dict[str, Any]]) -> str:

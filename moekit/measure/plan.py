@@ -89,6 +89,11 @@ def buckets(held: Sequence[Held], config: LearnerConfig, dp: int) -> list[Bucket
     return out
 
 
+def cache_bytes(held: Sequence[Held], backward: bool = True) -> int:
+    """Bytes of the MXFP8 copies of a rank's routed experts: 33/32 an element, and as much again for the backward's."""
+    return sum(prod(h.shape) * 33 // 32 * (1 + backward) for h in held if h.expert)
+
+
 def storage_bytes(held: Sequence[Held], config: LearnerConfig, dtype: torch.dtype, dp: int) -> dict[str, int]:
     """Bytes of a rank's buckets: with n elements, g ranks, b bytes an element and w = max(4, b),
 
@@ -96,9 +101,11 @@ def storage_bytes(held: Sequence[Held], config: LearnerConfig, dtype: torch.dtyp
     are not divided by g; with zero=2 and g > 1 the reduced gradients, n/g w, stand beside the full ones, or with
     reduce="microbatch" in their place. Also their total, and gradients_peak: with reduce="microbatch" full buckets
     wait until the backward has completed them (one more than predicted may, if gradients come in another order).
+    caches: `cache_bytes`, with precision="mxfp8".
     """
     b, w = dtype.itemsize, max(4, dtype.itemsize)
-    out = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
+    out = dict.fromkeys(("parameters", "gradients", "masters", "moments", "caches"), 0)
+    out["caches"] = cache_bytes(held) if config.precision == "mxfp8" else 0
     waiting = buckets(held, config, dp)
     for n, ranks, *_ in waiting:
         own = n // ranks if config.zero else n
@@ -160,11 +167,19 @@ def layer_bytes(
         + (3 * N * INDEX if config.router.balance else 0)  # positions in scope, documents
     )
     R = work.routed(config.elide, last) * K
-    more = E // config.ep * (PAD - 1) // 2 if low and R >= PAD * E // config.ep else 0  # on average, for whole PADs
+    mx = config.precision == "mxfp8"
+    padded = low and not mx and R >= PAD * E // config.ep
+    more = E // config.ep * (PAD - 1) // 2 if padded else 0  # on average, for whole PADs
     out["experts"] = (R + more) * (2 * F * b + (2 if more or config.ep == 1 else 1) * INDEX)  # gate, up; their places
     if config.ep > 1:
         room = ceil(config.capacity * R) if config.dispatch == "rowwise" else R
         out["experts"] += (room + R) * D * b + R * INDEX  # rows that came, and that came home
+        out["experts"] += R * D * b if mx and config.dispatch == "sync" else 0  # those that came, in expert order
+    elif mx:
+        out["experts"] += R * (2 * D * b + 4) + E * INDEX  # rows before and after the experts, gates; offsets
+    if mx and config.recompute == "none" and not last:  # what stands elsewhere: gates by row, the output of the norm
+        out["router"] -= N * K * w if config.ep == 1 else 0
+        out["norms"] -= N * D * b if b < w and config.ep == 1 and not shape.shared_width else 0
     return out | ({"shared": at * 3 * shape.shared_width * b} if shape.shared_width else {})
 
 
@@ -192,11 +207,11 @@ def activation_bytes(
     if start == 0:
         out["embedding"] = work.positions * INDEX
     if stop == shape.layers:
-        M, V = work.labels, shape.vocab
+        M, V = work.labels, 0 if shape.value_head else shape.vocab
         out["head"] = (
             2 * M * shape.width * dtype.itemsize  # hidden states before and after the final norm
-            + 2 * M * (w + INDEX)  # 1 / rms, log-sum-exp; where the labels are, and what
-            + (M * V * w if M <= max(1, CHUNK_BYTES // (V * w)) else 0)  # probabilities
+            + M * (w + INDEX) * (1 if shape.value_head else 2)  # 1 / rms, log-sum-exp; where the labels are, and what
+            + (M * V * w if M <= max(1, CHUNK_BYTES // max(1, V * w)) else 0)  # probabilities
         )
     return {**out, "total": sum(out.values()), "again": again}
 

@@ -29,6 +29,7 @@ SHAPE = ModelConfig(
     dense_width=40,
 )  # fmt: skip
 TIED = replace(SHAPE, tied_head=True)
+MXFP8 = replace(SHAPE, expert_width=32)
 LENGTH, MICROBATCHES = 64, 2
 C = LearnerConfig
 CASES = {
@@ -42,6 +43,11 @@ CASES = {
     "dp 4 ep 2, shared memory": (C(ep=2, dispatch="rowwise", transport="shared_memory"), SHAPE),
     "dp 4 ep 2, padded": (C(ep=2, dispatch="rowwise", transport="padded"), SHAPE),
     "dp 4 ep 2, padded, recompute moe": (C(ep=2, dispatch="rowwise", transport="padded", recompute="moe"), SHAPE),
+    "dp 4 ep 2, sync, mxfp8": (C(ep=2, precision="mxfp8"), MXFP8),
+    "dp 4 ep 2, shared memory, mxfp8": (
+        C(ep=2, dispatch="rowwise", transport="shared_memory", precision="mxfp8"),
+        MXFP8,
+    ),
     "pp 2, tied": (C(pp=2), TIED),
     "pp 2 ep 2, recompute block": (C(pp=2, ep=2, recompute="block"), SHAPE),
     "pp 4, two idle microbatches": (C(pp=4), SHAPE),

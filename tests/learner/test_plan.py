@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,13 @@ from moekit.data.batch import Batch
 from moekit.errors import ConfigError
 from moekit.learner import gradients
 from moekit.learner.gradients import Gradients
-from moekit.learner.layouts import held, in_flight, layout_table, plan_rank, render
+from moekit.learner.layouts import CONVENTION, held, in_flight, layout_table, plan_rank, render
 from moekit.learner.mesh import Mesh, World
 from moekit.learner.optimizer import FlatAdamW
+from moekit.learner.precision import ExpertCaches
 from moekit.learner.stages import part_of, plan_stages
 from moekit.measure import plan
-from moekit.measure.plan import Microbatch, activation_bytes, storage_bytes
+from moekit.measure.plan import Microbatch, activation_bytes, cache_bytes, storage_bytes
 from moekit.model.presets import preset
 from moekit.model.transformer import Transformer
 
@@ -122,6 +123,43 @@ def test_storage_is_what_was_predicted(name, dtype, cut, monkeypatch):
         assert sum(got.values()) == want["total"]
 
 
+MXFP8 = replace(SHAPE, width=32, expert_width=64)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_mxfp8_copies_are_what_was_predicted(name, dtype):
+    """Storages of codes and scales on every rank, both ways, and the forward's of a frozen model; to the byte."""
+    c, world = replace(LAYOUTS[name][0], precision="mxfp8"), LAYOUTS[name][1]
+    dp = world // c.pp
+    for rank in range(world):
+        mine = held(MXFP8, c, rank // dp, rank % dp % c.ep)
+        part = part_of(c, MXFP8, rank // dp, rank % dp % c.ep)
+        for backward in (True, False):
+            made = ExpertCaches(Transformer(MXFP8, dtype=dtype, part=part), backward=backward)
+            sides = [q for x in made.caches.values() for q in (x.operands.forward, x.operands.transposed) if q]
+            stores = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for q in sides for t in (q.code, q.scale)
+            }
+            assert len(stores) == 2 * len(sides) and sum(stores.values()) == cache_bytes(mine, backward) > 0
+        assert storage_bytes(mine, c, dtype, dp)["caches"] == cache_bytes(mine)
+        assert storage_bytes(mine, replace(c, precision="model"), dtype, dp)["caches"] == 0
+
+
+def test_the_table_counts_mxfp8_copies_and_refuses_odd_widths():
+    plain, mx = (
+        {(x["dp"], x["ep"], x["pp"]): x["memory"] for x in layout_table(MXFP8, 4, config=LearnerConfig(precision=p))}
+        for p in ("model", "mxfp8")
+    )
+    experts = 4 * 6 * 3 * 32 * 64  # layers that route, experts, matrices, D, F
+    assert "mxfp8" not in plain[4, 1, 1] and mx[4, 1, 1]["mxfp8"] == experts * 66 // 32
+    assert mx[4, 2, 1]["mxfp8"] == experts * 33 // 32
+    assert all(m["total"] == sum(v for k, v in m.items() if k != "total") for m in mx.values())
+    assert "mxfp8" in render(layout_table(MXFP8, 4, config=LearnerConfig(precision="mxfp8"))).splitlines()[1]
+    with pytest.raises(ConfigError, match="width=16 and expert_width=12"):
+        layout_table(SHAPE, 2, config=LearnerConfig(precision="mxfp8"))
+
+
 def test_the_constants_are_those_of_the_buckets():
     assert (plan.ALIGN, plan.LARGEST) == (gradients.ALIGN, gradients.LARGEST)
 
@@ -189,7 +227,7 @@ def test_wire_bytes_are_what_was_predicted(four):
 def test_activations_under_expert_parallelism(four):
     """Rows that came and rows that came home included, by dispatch and recompute; within 15 %, fp32 within 5 %."""
     counted = [(name, rank[name]) for rank in four for name in rank if "saved" in rank[name]]
-    assert len(counted) == 4 * (10 + 2)
+    assert len(counted) == 4 * (12 + 2)
     for (name, dtype), found in counted:
         close = 0.05 if dtype == torch.float32 else 0.15
         assert found["activations"] == pytest.approx(found["saved"], rel=close), name
@@ -290,7 +328,7 @@ def test_moekit_layouts(capsys, tmp_path):
         )
     )  # fmt: skip
     assert main(["layouts", "--world", "2", "--model", str(tmp_path), "--zero", "1", "--recompute", "moe"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 3 + 5
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 3 + 1 + len(CONVENTION.splitlines())
 
 
 @pytest.mark.parametrize(
