@@ -1,0 +1,348 @@
+"""The rollout engine that runs everywhere: the learner's own model code, in this process, on any device.
+
+It serves a whole model: a copy of its own, in a dtype of its own, or the learner's parameters themselves
+(`EmbeddedEngine.of`), which then need no transfer. No token is sampled from keys of other weights: when the version
+changes under running answers, what was read is read again, or they end, or they were finished first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..errors import ConfigError, EngineError
+from ..measure.tokens import RowCounter
+from ..model.transformer import Part, Transformer
+from .engine import Answer, Capabilities, Rollout, Sampling, Told
+from .sampling import draw_key
+from .score import score
+from .slots import Group, Slots, Stats
+
+Running = Literal["recompute", "abort", "finish"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One answer of a stream: to which prompt, which sample, and the experts of the prompt's tokens."""
+
+    prompt: int
+    sample: int
+    answer: Answer
+    prompt_experts: Tensor | None
+
+
+class EmbeddedEngine:
+    """An `Engine` on a `Transformer`.
+
+    Args:
+        model: a whole model; copied, unless made by `EmbeddedEngine.of`. A `ModelConfig` makes an engine that waits for
+            its first weights.
+        dtype: of the engine's copy: "float32", "bfloat16", "float64"; None = the model's.
+        version: of the weights given, the learner's step.
+        slots: answers that decode together. The cache holds 2 * layers * kv_heads * head_dim numbers for each token of
+            each slot; its room is the longest prompt and answer of a call.
+        ahead: prompt tokens that are read together.
+        running: what happens to running answers when the weights change: "recompute" (what they hold is read again
+            with the new weights, and they go on), "abort", or "finish" (with the old weights, before the change).
+        device: of the engine's copy; None = the model's.
+
+    Raises:
+        ConfigError: part of a model, a model with a value head, an unknown dtype or mode.
+
+    >>> from moekit.model.presets import preset
+    >>> engine = EmbeddedEngine(Transformer(preset("tiny")))
+    >>> [len(a.ids) for r in engine.generate([[5, 6]], Sampling(max_new_tokens=3, n=2)) for a in r.answers]
+    [3, 3]
+    """
+
+    def __init__(
+        self, model: Transformer | ModelConfig, *, dtype: str | None = None, version: int = 0, slots: int = 64,
+        ahead: int = 4096, running: Running = "recompute", device: torch.device | str | None = None,
+    ):  # fmt: skip
+        config = model if isinstance(model, ModelConfig) else model.config
+        if config.value_head:
+            raise ConfigError("this model has a value head and no vocabulary to sample from; give the policy")
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+        if running not in ("recompute", "abort", "finish") or slots < 1 or ahead < 1:
+            raise ConfigError(
+                f"running={running!r} must be 'recompute', 'abort' or 'finish'; slots={slots}, ahead={ahead} at least 1"
+            )
+        whole = None if isinstance(model, ModelConfig) else _whole(model)
+        kind = DTYPES[dtype] if dtype else torch.float32 if whole is None else whole.head_weight.dtype
+        self.model = Transformer(config, dtype=kind, device=device or (whole.device if whole else None), seed=None)
+        self.slots, self.ahead, self.when_running, self.shared = slots, ahead, running, False
+        self.counter, self.stats = RowCounter.of(config, "engine"), Stats()
+        self._version: int | Callable[[], int] = version
+        self._broken = "no weights were given to it yet; call update_weights"
+        self._batch: Slots | None = None
+        self._lock, self._go, self._paused_by, self._sampler = threading.RLock(), threading.Event(), 0, 0
+        self._go.set()
+        if whole is not None:
+            self._load(whole.state_dict(), "atomic")
+
+    @classmethod
+    def of(cls, model: Transformer, version: Callable[[], int], **how) -> EmbeddedEngine:
+        """An engine on the learner's own parameters: nothing is copied, and `version()` must change when they do."""
+        kind = str(_whole(model).head_weight.dtype).removeprefix("torch.")
+        if how.get("dtype") not in (None, kind):
+            raise ConfigError(
+                f"parameters in {kind} cannot be shared with an engine in {how['dtype']}; make EmbeddedEngine(model, "
+                "dtype=...), which keeps a copy"
+            )
+        engine = cls(model.config, **how, device="meta")
+        engine.model, engine.shared, engine._version, engine._broken = model, True, version, ""
+        engine.capabilities.need(running=engine.when_running)
+        return engine
+
+    # ---- the protocol ----
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything; a shared model needs no update, and so cannot finish answers before one."""
+        updates = () if self.shared else ("atomic", "in_place")
+        running = ("recompute", "abort", *(() if self.shared else ("finish",)))
+        return Capabilities(
+            "embedded", logprobs=True, routes=bool(self.model.config.moe_layers), versions=True, seeds=True, score=True,
+            stop_sequences=True, updates=updates, running=running,
+        )  # fmt: skip
+
+    @property
+    def version(self) -> int:
+        """Of the weights that serve now."""
+        return self._version() if callable(self._version) else self._version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, prompt_ids: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None, told: Told | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """Sample `sampling.n` answers to each prompt.
+
+        Args:
+            prompts: token ids, at least one each.
+            sampling: how.
+            prompt_ids: what the draws of each prompt are keyed by; absent = 0, 1, ...
+            limits: the most new tokens of each prompt's answers, where that is fewer than `max_new_tokens`.
+            told: called as `told(done, total)` when answers are finished.
+
+        Raises:
+            ConfigError: an empty prompt, one that leaves no room for its answer, a token outside the vocabulary.
+            EngineError: paused by this thread, without weights, broken by a failed update, or generating already.
+
+        Cost: each prompt once, whatever `n`; then a pass over one token a slot for every step.
+        """
+        out = [Rollout(list(p), None, []) for p in prompts]
+        for found in self.stream(prompts, sampling, prompt_ids=prompt_ids, limits=limits):
+            rollout = out[found.prompt]
+            rollout.prompt_experts = found.prompt_experts
+            rollout.answers.append((found.sample, found.answer))  # pyright: ignore[reportArgumentType]
+            if told:
+                told(sum(len(r.answers) for r in out), len(out) * sampling.n)
+        for rollout in out:
+            rollout.answers = [a for _, a in sorted(rollout.answers, key=lambda x: x[0])]  # pyright: ignore
+        return out
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, prompt_ids: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> Iterator[Finished]:  # fmt: skip
+        """Answers as they are finished, for arguments as of `generate`. Between two of them weights may be updated."""
+        groups = self._groups(prompts, sampling, prompt_ids, limits)
+        if self._batch is not None:
+            raise EngineError("the engine is generating already; finish that stream, or close it, first")
+        if not groups:
+            return
+        slots = min(self.slots, len(groups) * sampling.n)
+        self._ready()
+        self._sampler = threading.get_ident()
+        self._batch = batch = Slots(
+            self.model, sampling, groups, slots, self.ahead, self.counter, self.stats, lambda: self.version
+        )
+        try:
+            while batch.running or batch.done:
+                for group, sample, answer in batch.finished():
+                    experts = None if group.experts is None else group.experts.cpu().clone()
+                    yield Finished(group.index, sample, answer, experts)
+                self._ready()
+                with self._lock, torch.no_grad():
+                    if batch.weights != self.version:
+                        batch.renew(abort=self.when_running == "abort")
+                    batch.step()
+        finally:
+            self._batch = None
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]], sampling: Sampling
+    ) -> list[Rollout]:
+        """Given answers as if they had been sampled: log-probs and experts from whole forward passes, without a cache.
+
+        Raises ConfigError, EngineError: as `generate`; a score needs no slot and may run beside a stream.
+        """
+        if len(prompts) != len(answers):
+            raise ConfigError(f"score: {len(prompts)} prompts, but answers to {len(answers)}")
+        longest = max((len(a) for group in answers for a in group), default=0)
+        self._groups(prompts, Sampling(max_new_tokens=max(longest, 1)), None, None)
+        self._ready()
+        pairs = [(list(p), list(a)) for p, group in zip(prompts, answers) for a in group]
+        with self._lock:
+            scored = iter(score(self.model, pairs, sampling, self.counter, self.ahead))
+            version = self.version
+        out = []
+        for prompt, group in zip(prompts, answers):
+            rollout = Rollout(list(prompt), None, [])
+            for answer in group:
+                logprobs, experts = next(scored)
+                mine = None
+                if experts is not None:
+                    rollout.prompt_experts, mine = experts[: len(prompt)], experts[len(prompt) :]
+                versions, finish = torch.full((len(answer),), version), "stop" if sampling.stopped(answer) else "length"
+                rollout.answers.append(Answer(list(answer), logprobs, mine, versions, finish))
+            out.append(rollout)
+        return out
+
+    def update_weights(
+        self, source: Mapping[str, Tensor] | Transformer, version: int, mode: str = "atomic"
+    ) -> None:  # fmt: skip
+        """Take new weights, cast to the engine's dtype; `source` has every parameter and buffer by the model's names.
+
+        "atomic" copies all of them before the first is switched (one more copy of the weights for that time): after a
+        failure the old version serves. "in_place" copies one after the other: after a failure the engine refuses to
+        generate until an update succeeds. An engine that shares the model `source` has nothing to do.
+
+        Raises:
+            CapabilityError: an unknown mode; other weights for a shared model.
+            ConfigError: a name is missing or unknown, or a shape differs.
+        """
+        if self.shared and source is self.model:
+            return
+        self.capabilities.need(updates=mode)
+        values = source.state_dict() if isinstance(source, Transformer) else source
+        with self._between_steps():
+            if self._batch is not None:
+                with torch.no_grad():
+                    while self.when_running == "finish" and self._batch.n:
+                        self._batch.step(admit=False)
+                self._batch.weights = None
+            self._load(values, mode)
+            self._version = version
+
+    def pause(self) -> None:
+        """Sample nothing more until `resume`; returns when the step under way is over.
+
+        Another thread that generates waits; this one is told. Raises EngineError: this thread is the one that samples.
+        """
+        if self._batch is not None and self._sampler == threading.get_ident():
+            raise EngineError(
+                "this thread samples, and nothing is sampled while it takes no answer; pause from another"
+            )
+        self._paused_by = threading.get_ident()
+        self._go.clear()
+        with self._lock:
+            pass
+
+    def resume(self) -> None:
+        """Go on."""
+        self._go.set()
+
+    def abort(self) -> None:
+        """End every answer of the stream under way where it is; its stream hands them out with finish "abort"."""
+        with self._between_steps(), torch.no_grad():
+            if self._batch is not None:
+                self._batch.abort(waiting=True)
+
+    def metrics(self) -> dict[str, float]:
+        """What was done since the last call: tokens/s, seconds, occupancy and counts (`Stats.metrics`)."""
+        found, self.stats = self.stats.metrics(), Stats()
+        if self._batch is not None:
+            self._batch.stats = self.stats
+        return found
+
+    # ---- inside ----
+
+    def _groups(self, prompts, sampling: Sampling, prompt_ids, limits) -> list[Group]:
+        """Checked requests."""
+        config, groups = self.model.config, []
+        for name, given in (("prompt_ids", prompt_ids), ("limits", limits)):
+            if given is not None and len(given) != len(prompts):
+                raise ConfigError(f"{len(prompts)} prompts, but {len(given)} {name}; give one for each")
+        for i, prompt in enumerate(prompts):
+            limit = sampling.max_new_tokens if limits is None else min(limits[i], sampling.max_new_tokens)
+            if limit < 1 or not 0 < len(prompt) <= config.max_positions - limit:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={limit} and the model's "
+                    f"{config.max_positions} positions it needs 1 to {config.max_positions - max(limit, 1)}, and room "
+                    "for one new token"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < config.vocab:
+                raise ConfigError(
+                    f"prompt {i} holds token {max(prompt)} or {min(prompt)}, outside 0..{config.vocab - 1}"
+                )
+            name = i if prompt_ids is None else int(prompt_ids[i])
+            keys = [draw_key(sampling.seed, name, sample) for sample in range(sampling.n)]
+            groups.append(Group(i, list(prompt), keys, limit))
+        return groups
+
+    def _ready(self) -> None:
+        """Between two steps: wait while another thread holds the engine."""
+        if self._broken:
+            raise EngineError(f"the engine cannot sample: {self._broken}")
+        if not self._go.is_set():
+            if self._paused_by == threading.get_ident():
+                raise EngineError("the engine is paused by this thread; call resume() first")
+            self._go.wait()
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Hold the thread that samples, if there is one, between two steps."""
+        free, self._paused_by = self._go.is_set(), threading.get_ident()
+        self._go.clear()
+        try:
+            with self._lock:
+                yield
+        finally:
+            if free:
+                self._go.set()
+
+    @torch.no_grad()
+    def _load(self, values: Mapping[str, Tensor], mode: str) -> None:
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        if wrong := sorted(own.keys() ^ set(values)):
+            kind = "has no" if wrong[0] in own else "has an unknown"
+            raise ConfigError(
+                f"the update {kind} {wrong[0]} ({len(wrong)} names differ); send the whole model by its names"
+            )
+
+        def value(name: str) -> Tensor:
+            found, like = values[name].detach(), own[name]
+            if found.shape != like.shape:
+                raise ConfigError(
+                    f"the update's {name} has shape {tuple(found.shape)}, the engine's {tuple(like.shape)}"
+                )
+            return found
+
+        if mode == "atomic":
+            staged = {n: value(n).to(like.device, like.dtype, copy=True) for n, like in own.items()}
+            for name, like in own.items():
+                like.data = staged[name]
+        else:
+            self._broken = "an update in place failed half-way; update the weights again"
+            for name, like in own.items():
+                like.copy_(value(name))
+        self._broken = ""
+
+
+def _whole(model: Transformer) -> Transformer:
+    if model.part != Part.whole(model.config):
+        raise ConfigError(
+            f"only layers {model.part.stages} and experts {model.part.experts} are here; an engine serves a whole "
+            "model: make EmbeddedEngine(config) and give it the gathered weights by update_weights"
+        )
+    return model

@@ -1,0 +1,86 @@
+"""Log-probs and experts of given answers, by whole forward passes of the model: what the cache must agree with.
+
+Axis letters: N positions seen flat, M answer tokens, L layers that route, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..data.batch import Batch
+from ..measure.tokens import RowCounter
+from ..model.transformer import Transformer
+from .engine import Sampling
+from .sampling import logprob_of
+
+ROWS = 2048  # logits at once
+Scored = tuple[Tensor, Tensor | None]  # log-probs [answer] float32; experts [prompt + answer, L, K] int16
+
+
+def score(
+    model: Transformer,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    sampling: Sampling,
+    counter: RowCounter | None = None,
+    budget: int = 4096,
+) -> list[Scored]:
+    """Score answers to prompts under the distribution that `sampling` draws from.
+
+    Args:
+        pairs: (prompt, answer) token ids, a prompt of one token at least.
+        counter: told of the rows, under the pass "score".
+        budget: tokens in one forward pass, or one sequence.
+
+    Returns:
+        For each pair the log-probs of its answer, -inf where top-k or top-p leaves a token out, and the experts chosen
+        at every position. The last position is read by the model here and by no engine: -1, as in sampled answers.
+    """
+    out: list[Scored] = []
+    for chunk in _chunks(pairs, budget):
+        out += _score(model, chunk, sampling, counter)
+    return out
+
+
+def _chunks(pairs: Sequence[tuple[list[int], list[int]]], budget: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    chunk, tokens = [], 0
+    for prompt, answer in pairs:
+        size = len(prompt) + len(answer)
+        if chunk and tokens + size > budget:
+            yield chunk
+            chunk, tokens = [], 0
+        chunk, tokens = [*chunk, (prompt, answer)], tokens + size
+    if chunk:
+        yield chunk
+
+
+@torch.no_grad()
+def _score(model: Transformer, chunk: list[tuple[list[int], list[int]]], sampling: Sampling, counter) -> list[Scored]:
+    sizes = torch.tensor([len(p) + len(a) for p, a in chunk])
+    ids_N = torch.tensor([i for p, a in chunk for i in (*p, *a)])
+    segment_N = torch.repeat_interleave(torch.arange(len(chunk)), sizes)
+    answer_N = torch.cat([(torch.arange(len(p) + len(a)) >= len(p)) for p, a in chunk])
+    predicts_N = torch.cat((answer_N[1:], answer_N.new_zeros(1)))  # the next token belongs to an answer
+    label_N = torch.where(predicts_N, ids_N.roll(-1), -100)
+    batch = Batch.make(ids_N[None], labels=label_N[None], segment=segment_N[None])
+    if counter is None:
+        out = model(batch, elide="padding+last_layer", record=True)
+    else:
+        with counter.during("score"):
+            out = model(batch, elide="padding+last_layer", record=True, observer=counter)
+            counter.positions(out.flat)
+    parts = zip(out.hidden_MD.split(ROWS), out.flat.label_M.split(ROWS))
+    scores = [logprob_of(F.linear(h, model.head_weight), t, sampling).float() for h, t in parts]
+    order_N = out.flat.order_N
+    logprob_N = torch.zeros(len(ids_N), device=order_N.device)
+    logprob_N[order_N[out.flat.label_index_M] + 1] = torch.cat(scores)  # stands at the token now
+    logprobs, experts = logprob_N.cpu().split(sizes.tolist()), [None] * len(chunk)
+    if out.routes:
+        flat_NLK = torch.stack([r.expert_NK for r in out.routes], 1).to(torch.int16)
+        experts = torch.empty_like(flat_NLK).index_copy_(0, order_N, flat_NLK).cpu().split(sizes.tolist())
+        for part in experts:
+            part[-1] = -1
+    return [(lp[len(prompt) :].clone(), e) for (prompt, _), lp, e in zip(chunk, logprobs, experts)]

@@ -1,0 +1,247 @@
+"""Continuous batching: a fixed number of slots decode together; one whose answer ends takes the next answer at once.
+
+The prompt of a group is read once, and its keys are copied to the slot of each answer. Prompts that wait are read
+together and ahead, up to `ahead` tokens, so that a single freed slot does not cost a call for a single prompt. Tokens
+stay on the device for the next step; one read to the host a step brings tokens and log-probs, and stops are looked for
+there, for all slots at once.
+
+Axis letters: S slots, L layers that route, K experts per token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..measure.tokens import RowCounter
+from ..model.transformer import Transformer
+from .engine import Answer, Finish, Sampling
+from .kv_cache import KVCache, Prefix, decode, prefill
+from .sampling import choose, uniform
+
+
+@dataclass
+class Group:
+    """A prompt, the answers that are still to be started, and what was read of it."""
+
+    index: int
+    prompt: list[int]
+    key: list[int]  # of the draws of each sample
+    limit: int  # most new tokens
+    started: int = 0
+    prefix: Prefix | None = None
+    experts: Tensor | None = None  # [P, L, K] int16, of the first reading
+
+
+@dataclass
+class Stats:
+    """What the engine did since it was last asked; `metrics` in words."""
+
+    prompts_read: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    recomputed_tokens: int = 0  # read again because the weights changed under a running answer
+    steps: int = 0
+    slot_steps: int = 0
+    slots: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """By moekit's names. Occupancy is the mean share of slots that a decoding step filled."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return {
+            "engine/tokens_per_s": self.answer_tokens / seconds if seconds else 0.0,
+            "engine/occupancy": self.slot_steps / (self.steps * self.slots) if self.steps else 0.0,
+            **{f"engine/{n}": float(v) for n, v in vars(self).items() if n not in ("slots", "slot_steps")},
+        }
+
+
+@dataclass
+class Slots:
+    """Answers in the making. Slots 0..n-1 are taken; `step` moves each of them by one token."""
+
+    model: Transformer
+    sampling: Sampling
+    groups: list[Group]
+    slots: int
+    ahead: int
+    counter: RowCounter
+    stats: Stats
+    version: Callable[[], int]
+    n: int = 0
+    done: deque[tuple[Group, int, Answer]] = field(default_factory=deque)  # finished, not yet handed out
+
+    def __post_init__(self) -> None:
+        config, device = self.model.config, self.model.device
+        most = max(g.limit for g in self.groups)
+        room = max(len(g.prompt) + g.limit for g in self.groups)
+        self.cache = KVCache(config, self.slots, room, self.model.head_weight.dtype, device)
+        self.waiting = deque(self.groups)
+        self.owner = np.full((self.slots, 2), -1)  # group's place in `groups`, and sample
+        self.length, self.count = np.zeros((2, self.slots), np.int64)  # tokens in the cache, tokens of the answer
+        self.limit, self.key = np.zeros(self.slots, np.int64), np.zeros(self.slots, np.uint64)
+        self.ids, self.versions = np.zeros((2, self.slots, most), np.int64)
+        self.logprobs = np.zeros((self.slots, most), np.float32)
+        shape = (self.slots, most, len(config.moe_layers), config.top_k)
+        self.experts = torch.full(shape, -1, dtype=torch.int16, device=device)
+        self.kept = (
+            self.owner, self.length, self.count, self.limit, self.key, self.ids, self.versions, self.logprobs,
+            self.experts,
+        )  # fmt: skip
+        self.stops = np.array(self.sampling.stop_ids, np.int64)
+        self.sequences = [np.array(s) for s in self.sampling.stop_sequences]
+        self.weights: int | None = self.version()  # that the keys in the cache are of; None = others than now
+
+    @property
+    def running(self) -> bool:
+        """Whether an answer is still to be made."""
+        return bool(self.n or self.waiting)
+
+    def step(self, admit: bool = True) -> None:
+        """Start what there is room for, then one token more for every slot."""
+        if admit:
+            self._admit()
+        if not self.n:
+            return
+        began, n = time.perf_counter(), self.n
+        if self.cache.wasted > 3 * int(self.length[:n].sum()):
+            self._move(np.arange(n), np.argsort(-self.length[:n], kind="stable"))
+            self.cache.wasted = 0
+        rows, last = np.arange(n), self.count[:n] - 1
+        token_S = torch.from_numpy(self.ids[rows, last]).to(self.model.device)
+        with self.counter.during("decode"):
+            logits_SV, experts_SLK = decode(self.model, self.cache, token_S, self.length[:n], self.counter)
+        if experts_SLK is not None:
+            self.experts[torch.from_numpy(rows), torch.from_numpy(last)] = experts_SLK
+        self.length[:n] += 1
+        self.stats.steps, self.stats.slot_steps = self.stats.steps + 1, self.stats.slot_steps + n
+        self.stats.slots = max(self.stats.slots, min(self.slots, sum(len(g.key) for g in self.groups)))
+        self._close(self._sample(rows, logits_SV))
+        self.stats.decode_seconds += time.perf_counter() - began
+
+    def _admit(self) -> None:
+        """Fill free slots; an answer may end with its first token, and frees its slot again."""
+        while self.n < self.slots and self.waiting:
+            began = time.perf_counter()
+            logits, first = [], self.n
+            while self.n < self.slots and self.waiting:
+                group = self.waiting[0]
+                if group.prefix is None:
+                    self._read()
+                assert group.prefix is not None
+                self._start(group, group.prefix)
+                logits.append(group.prefix.logits_V)
+                if group.started == len(group.key):
+                    self.waiting.popleft().prefix = None
+            self.stats.prefill_seconds += time.perf_counter() - began
+            self._close(self._sample(np.arange(first, self.n), torch.stack(logits)))
+
+    def _read(self) -> None:
+        """Read the first waiting prompts, `ahead` tokens of them or one."""
+        chosen, tokens = [], 0
+        for group in self.waiting:
+            if chosen and tokens + len(group.prompt) > self.ahead:
+                break
+            tokens += len(group.prompt)
+            chosen.append(group)
+        for group, prefix in zip(chosen, self._prefill([g.prompt for g in chosen])):
+            group.prefix = prefix
+            if group.experts is None and prefix.experts_PLK is not None:
+                group.experts = prefix.experts_PLK
+        self.stats.prompts_read += len(chosen)
+        self.stats.prompt_tokens += tokens
+
+    def _prefill(self, prompts: list[list[int]]) -> list[Prefix]:
+        with self.counter.during("prefill"):
+            return prefill(self.model, prompts, self.counter)
+
+    def _start(self, group: Group, prefix: Prefix) -> None:
+        """Give the next slot to the next sample of a group."""
+        s, self.n = self.n, self.n + 1
+        self.cache.fill(s, prefix)
+        self.owner[s] = group.index, group.started
+        self.length[s], self.count[s], self.limit[s] = len(group.prompt), 0, group.limit
+        self.key[s] = group.key[group.started]
+        self.experts[s] = -1
+        group.started += 1
+
+    def _sample(self, rows: np.ndarray, logits_SV: Tensor) -> np.ndarray:
+        """Draw a token for each row and note it; returns the finish of each row: 0 none, 1 stop, 2 length."""
+        number = uniform(self.key[rows], self.count[rows])
+        token_S, logprob_S = choose(logits_SV, self.sampling, torch.from_numpy(number).to(logits_SV.device))
+        token, logprob = torch.stack((token_S.double(), logprob_S.double())).cpu().numpy()  # the step's one host read
+        at = self.count[rows]
+        self.ids[rows, at], self.logprobs[rows, at], self.versions[rows, at] = token, logprob, self.weights
+        self.count[rows] = at + 1
+        self.stats.answer_tokens += len(rows)
+        stop = np.isin(token, self.stops)
+        for sequence in self.sequences:
+            back = np.arange(1 - len(sequence), 1)
+            stop |= (at >= len(sequence) - 1) & (self.ids[rows[:, None], at[:, None] + back] == sequence).all(1)
+        finish = np.zeros(self.n, np.int64)
+        finish[rows] = np.where(stop, 1, 2 * (at + 1 >= self.limit[rows]))
+        return finish
+
+    def _close(self, finish: np.ndarray) -> None:
+        """Hand out finished answers; the last slots move into the holes."""
+        for s in np.flatnonzero(finish)[::-1].tolist():
+            self._hand_out(s, "stop" if finish[s] == 1 else "length")
+
+    def _hand_out(self, s: int, finish: Finish) -> None:
+        (g, sample), count = self.owner[s].tolist(), int(self.count[s])
+        experts = self.experts[s, :count].cpu().clone() if self.experts.shape[2] else None
+        logprobs, versions = (torch.from_numpy(x[s, :count].copy()) for x in (self.logprobs, self.versions))
+        answer = Answer(self.ids[s, :count].tolist(), logprobs, experts, versions, finish)
+        self.done.append((self.groups[g], sample, answer))
+        self.n -= 1
+        if s < self.n:
+            self._move(s, self.n)
+        self.cache.groups = None
+
+    def _move(self, to: int | np.ndarray, of: int | np.ndarray) -> None:
+        """Slots `of` become slots `to`."""
+        self.cache.move(to, of, int(np.max(self.length[of])))
+        for kept in self.kept:
+            kept[to] = kept[of]
+
+    def renew(self, abort: bool) -> None:
+        """The weights are others now: what was read with the old ones is read again, or running answers end here."""
+        self.weights = self.version()
+        for group in self.waiting:
+            group.prefix = None
+        if abort:
+            self.abort()
+        began, at = time.perf_counter(), 0
+        held = [self.groups[self.owner[s, 0]].prompt + self.ids[s, : self.count[s] - 1].tolist() for s in range(self.n)]
+        while at < self.n:
+            stop = at + 1
+            while stop < self.n and sum(map(len, held[at : stop + 1])) <= self.ahead:
+                stop += 1
+            for s, prefix in enumerate(self._prefill(held[at:stop]), at):
+                self.cache.fill(s, prefix)
+            self.stats.recomputed_tokens += sum(map(len, held[at:stop]))
+            at = stop
+        self.stats.prefill_seconds += time.perf_counter() - began
+
+    def abort(self, waiting: bool = False) -> None:
+        """End running answers where they are; with `waiting` those too that have not begun."""
+        for s in range(self.n - 1, -1, -1):
+            self._hand_out(s, "abort")
+        while waiting and self.waiting:
+            group = self.waiting.popleft()
+            experts = self.experts[0, :0].cpu().clone() if self.experts.shape[2] else None
+            none = torch.zeros(0), experts, torch.zeros(0, dtype=torch.int64)
+            for sample in range(group.started, len(group.key)):
+                self.done.append((group, sample, Answer([], *none, "abort")))
+
+    def finished(self) -> Iterator[tuple[Group, int, Answer]]:
+        """Take what is finished."""
+        while self.done:
+            yield self.done.popleft()
