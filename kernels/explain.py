@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import ragged
+from . import cpu_choice, ragged, recycle
 
 SHORT = 512  # positions; longer documents take flash attention on CPU too
 
@@ -40,6 +40,8 @@ def explain(
         padded = f", row counts padded to {unit} because every new shape is compiled" if unit > 1 else ""
         reads = ", reads row counts on the host: the GPU waits there" if device.type == "cuda" else ""
         experts = f"ragged: one matmul per expert in scratch, backward written by hand{padded}{reads} ({why})"
+        if backend == "auto" and device.type == "cpu":
+            experts = f"{cpu_choice.words(dtype)}; {recycle.words()}; torch is {experts}"
         kernels = dict.fromkeys(fused, experts) | {
             "choose_experts": f"torch: topk ({why})",
             "sort_rows": f"torch: stable sort ({why})",

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import BackendError, ConfigError
-from .kernels import attention, elementwise, mxfp8, permute, ragged, reference
+from .kernels import attention, cpu_choice, elementwise, mxfp8, permute, ragged, reference
 from .kernels import explain as words
 from .kernels import token_logprobs as logprobs
+from .kernels.cpu_choice import choices
 from .kernels.mxfp8 import Mode, Operands, Quantised
 from .kernels.permute import Sorted, count
 
@@ -35,6 +36,7 @@ __all__ = [
     "Sorted",
     "backend",
     "causal_attention",
+    "choices",
     "choose_experts",
     "count",
     "expert_ffn",
@@ -42,6 +44,7 @@ __all__ = [
     "moe_ffn",
     "operands",
     "quantise",
+    "replay_choices",
     "rms_norm",
     "rope",
     "rows_by_address",
@@ -134,13 +137,13 @@ def _there(operation: _Operation) -> _Operation:
 
 
 def _ffn(x: Tensor, weights: tuple[Tensor, Tensor]) -> Any:
-    """The module that holds the expert feed-forward for these tensors: `triton_ffn` or `ragged`."""
+    """The module that holds the expert feed-forward for these tensors: `triton_ffn`, `cpu_choice` or `ragged`."""
     kinds = {x.dtype, *(w.dtype for w in weights)}
     if _runs_triton("experts", x, "" if len(kinds) == 1 else f"dtypes differ: {kinds}"):
         from .kernels import triton_ffn
 
         return triton_ffn
-    return ragged
+    return cpu_choice if _backend == "auto" and x.device.type == "cpu" and len(kinds) == 1 else ragged
 
 
 def _mxfp8(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -175,6 +178,14 @@ def explain(
     wide = f"forward and dgrad in MXFP8, wgrad in {dtype} from values that were not quantised"
     mx = f"{': '.join(_mxfp8(place, dtype))}; {wide}"
     return words.explain(_backend, place, dtype, length, _triton(place, dtype), mx)
+
+
+def replay_choices(recorded: dict[str, Any]) -> None:
+    """Take the kernel choices of another run, from its `choices()`, instead of measuring. BackendError: cannot here."""
+    try:
+        cpu_choice.replay_choices(recorded)
+    except ValueError as e:
+        raise BackendError(f"recorded kernel choices: {e}; start without them (not bitwise), or on that machine") from e
 
 
 def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
@@ -335,7 +346,8 @@ def expert_ffn(
         )
     slots = (getattr(gate_up_E2FD, "grad_slot", None), getattr(down_EDF, "grad_slot", None))
     mx = _mx_operands(x_RD, gate_up_E2FD, down_EDF)
-    if mx is None and not _plain() and (form := _ffn(x_RD, (gate_up_E2FD, down_EDF))) is not ragged:
+    form: Any = None if mx is not None or _plain() else _ffn(x_RD, (gate_up_E2FD, down_EDF))
+    if hasattr(form, "expert_ffn"):  # Triton
         return form.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, order_R, slots)
     scaled = None if mx is None else _mxfp8_form(x_RD)  # None: reference, or no MXFP8
     if scaled is not None and scaled is not mxfp8:  # Triton: no host read
@@ -350,7 +362,7 @@ def expert_ffn(
     if _plain():
         plain, one = reference.mxfp8_ffn if mx else reference.moe_ffn, x_RD.new_ones(x_RD.shape[0], 1)
         return plain(x_RD, rows, one, gate_up_E2FD, down_EDF, *(mx or ()))
-    return ragged.moe_ffn(x_RD, rows, None, gate_up_E2FD, down_EDF, slots)
+    return form.moe_ffn(x_RD, rows, None, gate_up_E2FD, down_EDF, slots)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

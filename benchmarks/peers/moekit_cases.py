@@ -1,4 +1,5 @@
-"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py, sft.py or checkpoint.py.
+"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py, sft.py, checkpoint.py or
+moe_ffn.py.
 
 The peer's weights are loaded into moekit's model through a Hugging Face folder and the losses are compared before
 anything is timed (relative 1e-5 in float32, 1e-2 in bfloat16). Our bfloat16 is bf16 parameters and gradients of bf16
@@ -13,7 +14,7 @@ from pathlib import Path
 import peers
 import torch
 
-from moekit import Batch, DataConfig, Learner, LearnerConfig, load
+from moekit import Batch, DataConfig, Learner, LearnerConfig, load, ops
 from moekit.checkpoint.intervals import Piece
 from moekit.checkpoint.load import open_checkpoint
 from moekit.checkpoint.write import save_state
@@ -49,7 +50,7 @@ def rows_of(batch):
 
 def cases(bench, **context):
     """Callables by name, for the bench that asks."""
-    found = {"a_train_step": train_step, "b_sft": sft, "g_checkpoint": checkpoint}
+    found = {"a_train_step": train_step, "b_sft": sft, "f_moe_ffn": moe_ffn, "g_checkpoint": checkpoint}
     return found.get(bench, lambda **_: {})(**context)
 
 
@@ -93,6 +94,34 @@ def sft(config, texts, steps, **_):
         return run
 
     return {"moekit, packed, fp32": case("float32"), "moekit, packed, bf16 weights": case("bfloat16")}
+
+
+def moe_ffn(x, index, weight, gate_up, down, **_):
+    """One layer, forward and backward: fresh weight gradients, and gradients in float32 slots, overwritten."""
+    experts, dy = gate_up.shape[0], torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
+
+    def case(*weights):
+        leaves = (x, weight, *weights)
+
+        def run():
+            torch.autograd.backward(ops.moe_ffn(x, ops.sort_rows(index, experts), weight, *weights), dy)
+            for t in leaves:
+                t.grad = None
+                if hasattr(t, "grad_slot"):
+                    t.grad_slot.filled = False
+
+        return run
+
+    slotted = [t.detach().requires_grad_() for t in (gate_up, down)]
+    for t in slotted:
+        t.grad_slot = ops.GradSlot(torch.zeros(t.shape))
+    before = ops.set_backend("reference")
+    want = ops.moe_ffn(x, ops.sort_rows(index, experts), weight, gate_up, down)
+    ops.set_backend(before)
+    got = ops.moe_ffn(x, ops.sort_rows(index, experts), weight, gate_up, down)
+    if (got - want).norm() > (1e-5 if x.dtype == torch.float32 else 1e-2) * want.norm():
+        raise ValueError("moekit's forms differ")
+    return {"moekit": case(gate_up, down), "moekit, grad slots": case(*slotted)}
 
 
 def checkpoint(state, folder, **_):
