@@ -188,6 +188,7 @@ def replay_choices(recorded: dict[str, Any]) -> None:
         raise BackendError(f"recorded kernel choices: {e}; start without them (not bitwise), or on that machine") from e
 
 
+@_there
 def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
     """To MXFP8 along the last axis, a multiple of 32; `kernels/mxfp8.py` has the format. Cost: x is read once.
 
@@ -197,6 +198,7 @@ def quantise(x: Tensor, mode: Mode = "ceil") -> Quantised:
     return (_mxfp8_form(x) or mxfp8).quantise(x, mode)
 
 
+@_there
 def operands(weight: Tensor, backward: bool = True) -> Operands:
     """A stack of expert weights [E, M, K] in MXFP8 along K and, for a backward, along M too. Cost: read once."""
     return Operands.of(weight, backward, form=_mxfp8_form(weight) or mxfp8)
@@ -270,10 +272,11 @@ def token_logprobs(
     return form(hidden_MD, head_VD, label_M, temperature=temperature, chunk_bytes=chunk_bytes)
 
 
-def rows_by_address(x: Tensor) -> Any:
+def rows_by_address(device: torch.device | str) -> Any:
     """`kernels.rowwise`, whose `put` and `get` reach other ranks' memory; BackendError where Triton does not run."""
-    if not _runs_triton("rows_by_address", x):
-        raise BackendError(f"rows_by_address: {_triton(x.device, torch.float32)[1]}; use transport='padded'")
+    use, why = _triton(torch.device(device), torch.float32)
+    if not use:
+        raise BackendError(f"rows by address: {why}; use transport='padded'")
     from .kernels import rowwise
 
     return rowwise

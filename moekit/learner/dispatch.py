@@ -139,7 +139,7 @@ def make_dispatcher(config: LearnerConfig, ep: World, experts: int) -> Dispatche
     """The dispatcher that a configuration asks for; its `explain` says which and why. Collective over `ep`.
 
     transport="auto": memory shared between the processes of a host on CPU, symmetric memory between the GPUs of a
-    host, padded all-to-all otherwise.
+    host where Triton runs, padded all-to-all otherwise.
 
     Raises:
         ConfigError, BackendError: a transport that cannot work here.
@@ -153,8 +153,11 @@ def make_dispatcher(config: LearnerConfig, ep: World, experts: int) -> Dispatche
     name, why = str(config.transport), "as configured"
     if name == "auto":
         near, cuda = one_host(places(ep)), ep.cuda
-        name = ("symmetric" if cuda else "shared_memory") if near else "padded"
+        by_address = ops.explain("cuda")["rows_by_address"] if near and cuda else ""
+        refused = by_address.startswith("refused")
+        name = "padded" if not near or refused else "symmetric" if cuda else "shared_memory"
         why = f"{'CUDA' if cuda else 'CPU'} ranks on {'one host' if near else 'several hosts, or without /dev/shm'}"
+        why += f", rows by address {by_address}" if refused else ""
     dispatcher = RowwiseDispatcher(ep, experts, name, config.capacity)
     dispatcher.explain = f"rowwise, {name}: {why}"
     return dispatcher

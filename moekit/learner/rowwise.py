@@ -20,7 +20,7 @@ from .. import ops
 from ..errors import ConfigError
 from .dispatch import ExpertParallel, inverse
 from .mesh import World
-from .transport import TRANSPORTS, Padded, Plan
+from .transport import TRANSPORTS, Padded, Plan, Symmetric
 
 
 def bounds(count_WE: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class RowwiseDispatcher(ExpertParallel):
         if len(sizes) != ranks or sizes[rank] != P:
             raise ConfigError(f"rowwise dispatch must know P of all {ranks} ranks: sizes={sizes}, rank {rank} has {P}")
         held, room = self.experts // ranks, max(1, math.ceil(self.capacity * K * sum(sizes) / ranks))
-        block, at_R = max(1, min(room, K * max(sizes))), None
+        block, at_R, to = max(1, min(room, K * max(sizes))), None, {}
         rows = ops.sort_rows(expert_PK, self.experts)
         gathered = self.ep.all_gather(rows.count_E.new_empty(ranks * self.experts), rows.count_E, "metadata")
         start_WeW, end_WeW = bounds(gathered.view(ranks, self.experts))
@@ -103,6 +103,10 @@ class RowwiseDispatcher(ExpertParallel):
             before_eW = count_eW.cumsum(0) - count_eW  # rows from the same source for earlier experts
             lane_R = row_R + (before_eW - start).reshape(-1)[bucket_R]
             at_R = torch.where(row_R < end[-1, -1], bucket_R % ranks * block + lane_R, nowhere)
+        elif isinstance(self.transport, Symmetric):
+            index_S = torch.arange(K * P, device=expert_S.device).view(K, P).t().reshape(-1)
+            by_choice = lambda t_S: t_S.view(P, K).t().reshape(-1)
+            to = {"rank_S": by_choice(home_S), "row_S": by_choice(torch.where(kept_S, row_S, -1))}
         else:
             index_S = torch.where(kept_S, home_S * (room + 1) + row_S, rank * (room + 1) + room)
         return Plan(
@@ -114,4 +118,5 @@ class RowwiseDispatcher(ExpertParallel):
             dropped_P=(~kept_S).view(P, K).sum(1),
             sent=(kept_S & (home_S != rank)).sum(),
             served=(end - start).sum() - (end - start)[:, rank].sum(),
+            **to,
         )

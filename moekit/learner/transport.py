@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import ops
 from ..errors import BackendError, ConfigError, StorageError
 from .mesh import World
 
@@ -48,7 +49,9 @@ class Plan:
     room: int = 0  # rows of every rank's buffer
     block: int = 0  # rows that one rank can send to one other
     dropped_P: Tensor | None = None  # choices of each position that found no room
-    at_R: Any = None  # where buffer row r stands in W blocks that arrived, W * block = nowhere; padded and symmetric
+    at_R: Any = None  # where buffer row r stands in W blocks that arrived, W * block = nowhere; padded
+    rank_S: Any = None  # symmetric: rank and buffer row of every choice, choice by choice; row -1 = dropped
+    row_S: Any = None
     sent: Any = 0  # rows of this rank kept by others, and rows of others kept here
     served: Any = 0
 
@@ -295,17 +298,18 @@ class Padded(Transport):
         return self._swap(target.index_copy_(0, plan.at_R, rows_RD), "rows")
 
 
-class Symmetric(Padded):
-    """The blocks of `Padded` in torch symmetric memory: a rank reads its block from every peer, no collective runs.
+class Symmetric(Transport):
+    """Rows put into the buffers of the other GPUs of a host, and fetched from there, by address: no collective runs.
 
-    Unproven across GPUs: it has not run on two yet. Plain copies move whole blocks; reading single rows of a peer is a
-    kernel's work. Two windows in turn, as in `SharedMemory`; barriers are on the stream, the host waits for nothing.
+    Torch symmetric memory gives the addresses, `kernels/rowwise.py` moves the rows. Unproven across GPUs: it has not
+    run on two yet. Two windows of `room` rows in turn, as in `SharedMemory` and for its reason; barriers are on the
+    stream, the host waits for nothing. Rows that found no room are not sent, and come home as zero.
 
     Raises:
-        BackendError: not on CUDA.
+        BackendError: not on CUDA, or `set_backend` keeps Triton off.
     """
 
-    name = "symmetric"
+    name, borrowed = "symmetric", False
 
     def __init__(self, ep: World):
         if not ep.cuda:
@@ -314,10 +318,11 @@ class Symmetric(Padded):
                 "use 'shared_memory' between processes of a host, or 'padded'"
             )
         super().__init__(ep)
+        self.rowwise = ops.rows_by_address("cuda")
 
     def targets(self, plan: Plan, parts: list[Tensor]) -> list[Tensor]:
-        """Pieces of the next window of this rank's symmetric memory."""
-        return self._window(self.ep.size * plan.block + 1, parts, self._rendezvous)
+        """Room for this rank's rows, choice by choice."""
+        return [p.new_empty(plan.index_KP.numel(), p.shape[1]) for p in parts]
 
     def _rendezvous(self, ep: World, size: int) -> Tensor:
         from torch.distributed import _symmetric_memory as symmetric
@@ -325,19 +330,31 @@ class Symmetric(Padded):
         torch.cuda.synchronize()  # the old memory may go: nobody reads it once all ranks are here
         made = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
         self.handle: Any = symmetric.rendezvous(made, ep.group)  # pyright: ignore[reportArgumentType]
+        before = made.data_ptr() - int(self.handle.buffer_ptrs[ep.rank])  # in its allocation; alike on all ranks
+        self.base_W = torch.tensor(self.handle.buffer_ptrs, device=made.device) + before
         return made
 
-    def _swap(self, target: Tensor, kind: str) -> Tensor:
-        """The block for this rank from everybody's target."""
-        out, size = torch.empty_like(target), self.ep.size
-        block, width = target.shape[0] // size, target.shape[1]
-        at = target.storage_offset() + self.ep.rank * block * width
+    def _peers(self, window: Tensor) -> Tensor:
+        """Where every rank has this window."""
+        return self.base_W + (window.storage_offset() * window.element_size() - self.memory.storage_offset())
+
+    def deliver(self, plan: Plan, targets: list[Tensor], keep: bool) -> list[Tensor]:
+        """This rank's buffer, copied if it is to be kept."""
+        windows = self._window(plan.room, targets, self._rendezvous)
+        for kind, t, window in zip(KINDS, targets, windows):
+            self.rowwise.put(t, self._peers(window), plan.rank_S, plan.row_S)
+            self.ep.wire.add(kind, plan.sent * (t.shape[1] * t.element_size()))
         self.handle.barrier()
-        for w, into in enumerate(out[:-1].view(size, block, width)):
-            into.copy_(self.handle.get_buffer(w, (block, width), target.dtype, at))
-        self.ep.wire.add(kind, (size - 1) * block * width * target.element_size())
-        out[-1].zero_()
-        return out
+        return [w.clone() for w in windows] if keep else windows
+
+    def give_back(self, plan: Plan, rows_RD: Tensor) -> Tensor:
+        """Own rows, choice by choice, from the windows where their experts' ranks have put them."""
+        (window,) = self._window(plan.room, [rows_RD], self._rendezvous)
+        window.copy_(rows_RD)
+        self.ep.wire.add("rows", plan.served * (rows_RD.shape[1] * rows_RD.element_size()))
+        self.handle.barrier()
+        out = rows_RD.new_empty(plan.index_KP.numel(), rows_RD.shape[1])
+        return self.rowwise.get(out, self._peers(window), plan.rank_S, plan.row_S)
 
 
 TRANSPORTS: dict[str, type] = {t.name: t for t in (SharedMemory, Padded, Symmetric)}

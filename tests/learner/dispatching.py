@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from moekit.learner.dispatch import SyncDispatcher, make_dispatcher
 from moekit.learner.mesh import Wire, World
 from moekit.learner.rowwise import RowwiseDispatcher
+from moekit.learner.transport import TRANSPORTS, Symmetric, Transport, map_segment
 from moekit.model.moe import LocalDispatcher, Memo
 
 E, D, F, CROWDED, EMPTY = 8, 6, 5, 2, 5
@@ -143,13 +145,33 @@ def without_labels(dispatcher, ep, sizes, dtype=torch.float64):
     return {"dup": leaves[0].grad, "ddown": leaves[1].grad, "dx": x.grad}
 
 
+class Peers(Symmetric):
+    """Memory of other processes in the place of other GPUs': the addresses lead there, Triton interprets."""
+
+    def __init__(self, ep):
+        from moekit.kernels import rowwise
+
+        Transport.__init__(self, ep)
+        self.rowwise = rowwise
+
+    def _rendezvous(self, ep, size):
+        self.ep.barrier()
+        whole = map_segment(ep, size * ep.size)
+        addresses = [whole.data_ptr() + size * rank for rank in range(ep.size)]
+        self.handle = SimpleNamespace(buffer_ptrs=addresses, barrier=ep.barrier)
+        self.base_W = torch.tensor(addresses)
+        return whole[size * ep.rank : size * (ep.rank + 1)]
+
+
 def cases(ep: World) -> dict:
     """All that one world size has to show."""
+    TRANSPORTS["symmetric"] = Peers
     sizes, out = POSITIONS[ep.size], {}
     make = {
         "sync": lambda capacity=8.0: SyncDispatcher(ep, E),
         "shared_memory": lambda capacity=8.0: RowwiseDispatcher(ep, E, "shared_memory", capacity),
         "padded": lambda capacity=8.0: RowwiseDispatcher(ep, E, "padded", capacity),
+        "symmetric": lambda capacity=8.0: RowwiseDispatcher(ep, E, "symmetric", capacity),
     }
     for name, new in make.items():
         dispatcher = new()

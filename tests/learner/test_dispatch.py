@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from moekit import ops
 from moekit.config import LearnerConfig
-from moekit.errors import ConfigError
+from moekit.errors import BackendError, ConfigError
 from moekit.learner import dispatch, transport
 from moekit.learner.dispatch import SyncDispatcher, make_dispatcher
 from moekit.learner.mesh import World
@@ -21,7 +22,7 @@ d = importlib.import_module("dispatching")
 torch.set_num_threads(1)
 PARTS = ("y", "dx", "dgate", "dup", "ddown")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-ALL = ("sync", "shared_memory", "padded")
+ALL = ("sync", "shared_memory", "padded", "symmetric")
 
 
 def joined(ranks):
@@ -89,7 +90,7 @@ def test_recomputation_reuses_the_plan(size, name):
     for got in d.results(size):
         again, once = got[name, "recomputed"], got[name, "counted"]
         assert all(torch.equal(again[n], once[n]) for n in PARTS) and again["counted alike"]
-        assert again["calls"] == {"barrier" if name == "shared_memory" else "alltoall_base_": 4}
+        assert again["calls"] == {"barrier" if name in ("shared_memory", "symmetric") else "alltoall_base_": 4}
         assert again["sent"] == {"rows": once["sent"]["rows"]}  # one more forward, and the backward
 
 
@@ -195,6 +196,19 @@ def test_the_dispatcher_of_a_configuration(monkeypatch):
     monkeypatch.setattr(World, "cuda", True)
     made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
     assert made.explain.startswith("rowwise, padded: CUDA ranks on several hosts")
+    monkeypatch.setattr(dispatch, "places", lambda ep: ["a/1", "a/1"])
+    before = ops.set_backend("torch")
+    try:
+        made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
+        assert made.explain.startswith("rowwise, padded: CUDA ranks on one host, rows by address refused: set_backend")
+        with pytest.raises(BackendError, match=r"set_backend\('torch'\).*transport='padded'"):
+            make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise", transport="symmetric"), World(0, 2), 8)
+        ops.set_backend("auto")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
+        assert made.explain == "rowwise, symmetric: CUDA ranks on one host"
+    finally:
+        ops.set_backend(before)
     with pytest.raises(ConfigError, match="not for GPUs.*'padded'"):
         make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise", transport="shared_memory"), World(0, 2), 8)
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 d = importlib.import_module("dispatching")
 torch.set_num_threads(1)
 PARTS = ("y", "dx", "dgate", "dup", "ddown")
-TRANSPORTS = ("shared_memory", "padded")
+TRANSPORTS = ("shared_memory", "padded", "symmetric")
 
 
 class Gathered(World):
@@ -47,7 +47,9 @@ def plans(experts, total, capacity, name):
     for rank, expert in enumerate(experts):
         world = Gathered(rank, len(experts))
         object.__setattr__(world, "counts", counts)
-        dispatcher = RowwiseDispatcher(world, total, name, capacity)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(transport.TRANSPORTS, "symmetric", d.Peers)
+            dispatcher = RowwiseDispatcher(world, total, name, capacity)
         made.append((dispatcher, dispatcher.plan(expert, sizes)))
     return made
 
@@ -98,6 +100,10 @@ def test_keep_decision_against_a_plain_loop(ranks, top_k, capacity, seed, name):
             nowhere = rank * (room + 1) + room
             want = [nowhere if p is None else p[0] * (room + 1) + p[1] for p in mine]
             assert plan.index_KP.t().reshape(-1).tolist() == want
+        if name == "symmetric":
+            assert plan.index_KP.tolist() == torch.arange(sizes[rank] * top_k).view(top_k, -1).tolist()
+            to = zip(*(t.view(top_k, -1).t().reshape(-1).tolist() for t in (plan.rank_S, plan.row_S)))
+            assert [None if row < 0 else (home, row) for home, row in to] == mine
     if name == "padded":  # do by hand what the all-to-all does: tag every choice, swap blocks, see where tags are
         block = made[0][1].block
         sent = []
@@ -206,6 +212,8 @@ def test_no_host_read_and_no_shape_from_data(fake_world, monkeypatch):
     """Router to combine, forward and backward, under FakeTensorMode; the synchronized path fails the same test."""
     monkeypatch.setattr(ops, "expert_ffn", lambda x, offset, up, down, order=None: x * up.sum() * down.sum())
     monkeypatch.setattr(transport, "map_segment", lambda ep, size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setitem(transport.TRANSPORTS, "symmetric", d.Peers)
+    monkeypatch.setattr("moekit.kernels.rowwise._launch", lambda *_: None)
     for name in TRANSPORTS:
         faked(lambda name=name: RowwiseDispatcher(fake_world, 4, name, 1.25), fake_world)
     with pytest.raises(DataDependentOutputException):
