@@ -80,7 +80,7 @@ def plan_rank(
     sends = sum(0 <= n < total and n not in stages for s in stages for n in (s - 1, s + 1))
     wire = wire_bytes(
         mine, shape, config, work, dtype, dp, microbatches=microbatches, transfers=chunks(config, microbatches) * sends,
-        layers=[i for start, stop in runs for i in range(start, stop)], device=device,
+        layers=[i for start, stop in runs for i in range(start, stop)],
     )  # fmt: skip
     return {"memory": memory | {"total": sum(memory.values())}, "wire": wire}
 

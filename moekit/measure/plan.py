@@ -218,7 +218,7 @@ def activation_bytes(
 
 def wire_bytes(
     held: Sequence[Held], shape: ModelConfig, config: LearnerConfig, work: Microbatch, dtype: torch.dtype, dp: int, *,
-    microbatches: int, layers: Iterable[int], transfers: int = 0, device: str = "cpu",
+    microbatches: int, layers: Iterable[int], transfers: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes that one rank sends in one training step, by kind, with balanced routing and equal microbatches.
 
@@ -238,8 +238,8 @@ def wire_bytes(
         out["parameters"] += share * b if config.zero else 0
     passes = microbatches * (4 if config.recompute == "none" else 6)
     rows = sum(work.routed(config.elide, i == shape.layers - 1) for i in layers if i not in shape.dense_layers)
-    padded = {"padded", "symmetric"} | ({"auto"} if device == "cuda" else set())
-    blocks = config.ep * min(1.0, config.capacity) if config.dispatch == "rowwise" and config.transport in padded else 1
+    padded = config.dispatch == "rowwise" and config.transport == "padded"
+    blocks = config.ep * min(1.0, config.capacity) if padded else 1
     out["rows"] = passes * (config.ep - 1) / config.ep * rows * blocks * shape.top_k * shape.width * b
     out["pipeline"] = float(transfers * work.positions * shape.width * b)
     return out | {"total": sum(out.values())}
