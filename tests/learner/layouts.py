@@ -24,6 +24,7 @@ MODEL = ModelConfig(
     vocab=31, width=16, layers=4, heads=4, kv_heads=2, experts=8, top_k=1, expert_width=12, dense_layers=(1,),
     dense_width=20, shared_width=8, gate="softmax", qk_norm="head", selection_bias=True, init_std=0.3,
 )  # fmt: skip
+WHOLE = replace(MODEL, width=32, expert_width=32)  # whole MXFP8 blocks
 TIED = replace(MODEL, tied_head=True, top_k=2, gate="sigmoid", normalize_gates=True)
 ROUTER = RouterLossConfig(balance=0.05, z=0.01)
 CONFIG = LearnerConfig(
@@ -169,7 +170,7 @@ class Case:
     @property
     def plain(self) -> LearnerConfig:
         """The same mathematics on one process."""
-        keep = ("router", "clip_norm", "elide")
+        keep = ("router", "clip_norm", "elide", "precision")
         return replace(CONFIG, **{k: v for k, v in self.config.items() if k in keep})
 
     def run(self, world: World) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def case(
 ROW = {"dispatch": "rowwise", "capacity": 4.0}
 SHM, PADDED = ROW | {"transport": "shared_memory"}, ROW | {"transport": "padded"}
 MICROBATCH_BALANCE = {"router": replace(ROUTER, granularity="microbatch"), "clip_norm": None}
+MX = {"model": WHOLE, "dtype": torch.float32, "precision": "mxfp8"}
 CASES = {
     "1 process": case(1),
     "1, rows one by one": case(1, 1),
@@ -198,6 +200,16 @@ CASES = {
     "1, recompute moe": case(1, recompute="moe"),
     "1, recompute block, last layer elided": case(1, recompute="block", elide="padding+last_layer"),
     "1, float32": case(1, dtype=torch.float32),
+    "1, mxfp8": case(1, 1, **MX),
+    "2, dp2, mxfp8, zero 0": case(2, 8, zero=0, **MX),
+    "2, dp2, mxfp8, zero 1": case(2, 1, zero=1, **MX),
+    "2, dp2, mxfp8, reduced each microbatch": case(2, reduce="microbatch", **MX),
+    "2, ep2, mxfp8": case(2, ep=2, **MX),
+    "2, ep2, mxfp8, shared memory, recompute moe": case(2, 1, ep=2, recompute="moe", **SHM, **MX),
+    "2, pp2, mxfp8": case(2, pp=2, **MX),
+    "2, pp2 interleaved, mxfp8": case(2, pp=2, pipeline="interleaved", stages_per_rank=2, recompute="block", **MX),
+    "2, pp2 zbv, mxfp8": case(2, 1, pp=2, pipeline="zbv", stages_per_rank=2, **MX),
+    "4, pp2 ep2, mxfp8, padded": case(4, 1, pp=2, ep=2, zero=1, **PADDED, **MX),
     "2, dp2, zero 0": case(2, 8, zero=0),
     "2, dp2, zero 1": case(2, 1, zero=1),
     "2, dp2, zero 2": case(2, zero=2),

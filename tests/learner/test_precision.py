@@ -133,6 +133,16 @@ def test_a_version_counter_alone_tells(monkeypatch):
             p.mx_cache.current()
 
 
+def test_loaded_weights_do_not_run_with_old_copies():
+    made, (batch,) = learner(), batches(1)
+    made.model.load_state_dict(Transformer(SHAPE, seed=5).state_dict())
+    with pytest.raises(StaleCacheError):
+        made.evaluate([batch])
+    made.caches.rebuild()
+    fresh(made)
+    made.evaluate([batch])
+
+
 def test_a_skipped_step_keeps_the_copies():
     made, (batch,) = learner(), batches(1)
     before = [p.mx_cache.current() for p in experts(made.model).values()]
