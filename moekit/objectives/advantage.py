@@ -43,7 +43,7 @@ def group_advantages(
     *,
     scale: Scale = "std",
     leave_one_out: bool = False,
-    eps: float = 1e-4,
+    eps: float = 1e-6,
 ) -> GroupAdvantages:
     r"""Reward minus the group's baseline: :math:`A_i = (r_i - \bar r) / (s + \epsilon)`.
 
@@ -56,7 +56,7 @@ def group_advantages(
         scale: "std" (GRPO) or "none" (Dr. GRPO): divide by s or not.
         leave_one_out: the baseline is the mean of the *other* valid answers, :math:`n/(n-1)` times the difference from
             the mean (RLOO). s stays that of the whole group.
-        eps: added to s; TRL's default.
+        eps: added to s; a tiny number will do, as a spread of rounding noise is never divided by. TRL has 1e-4.
     Returns:
         `GroupAdvantages`; in float32, float64 for float64 rewards.
     Raises:
