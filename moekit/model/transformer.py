@@ -19,7 +19,6 @@ from ..data.batch import Batch, Flat
 from ..errors import ConfigError, DataError
 from ..objectives.logprobs import token_logprobs
 from .attention import Attend, Attention, RMSNorm, rope_angles
-from .decode import Cache, decode, prefill
 from .moe import FeedForward, Linear, Memo, MoE, Observer, RouterLoss
 from .router import Route
 
@@ -325,14 +324,6 @@ class Transformer(nn.Module):
             return Outputs(hidden_MD, value_M.new_zeros(0), routes, flat, hidden_ND, value_M)
         logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M, temperature=temperature)
         return Outputs(hidden_MD, logprob_M, routes, flat, hidden_ND)
-
-    def prefill(self, prompts: list[list[int]], room: int) -> tuple[Tensor, Cache]:
-        """See `moekit.model.decode.prefill`."""
-        return prefill(self, prompts, room)
-
-    def decode(self, token_B: Tensor, cache: Cache) -> Tensor:
-        """See `moekit.model.decode.decode`."""
-        return decode(self, token_B, cache)
 
     def _check(self, flat: Flat, elide: str, replay: list[Tensor] | None, keep_hidden: bool) -> None:
         if elide not in ("none", "padding", "padding+last_layer"):

@@ -1,32 +1,24 @@
-"""Answers from a model, and how good they are: plain cached decoding, exact match by the task's scorer, loss.
-
-Prompts of different lengths share one batch and get the answers that they would get alone: positions count from each
-prompt's own start, padding is seen by nobody, and every prompt has its own random numbers.
-
-Axis letters: B prompts of a batch, V vocabulary."""
+"""Answers from a model, and how good they are: exact match by the task's scorer, loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..checkpoint.save import MANIFEST, latest, read_manifest
 from ..data.chat import load_tokenizer
 from ..data.pack import Rows
 from ..data.source import as_example, load_examples
 from ..data.tasks import score
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import CheckpointError, DataError
 from ..learner.weights import from_checkpoint, load
-from ..model.decode import Cache, decode, prefill
 from ..model.transformer import Transformer
+from ..rollout.embedded import EmbeddedEngine
+from ..rollout.engine import Sampling, Told
 from .setup import CHECKPOINTS, EXPORT
-
-Told = Callable[[int, int], None]  # told(done, total)
 
 
 def open_model(
@@ -55,106 +47,43 @@ def open_model(
     return model, load_tokenizer(tokenizer or config.get("tokenizer") or config.get("model") or folder)
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What followed one prompt: token ids without the stop token, and whether it stopped by itself."""
-
-    ids: list[int]
-    stopped: bool
+def conversation(prompt: str | Sequence[dict[str, Any]], system: str | None = None) -> list[dict[str, Any]]:
+    """The messages that a model is to answer: a text is a user's message."""
+    start = [{"role": "system", "content": system}] if system is not None else []
+    return [*start, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
 
-@torch.no_grad()
-def sample(
-    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 128, temperature: float = 0.0,
-    seed: int = 0, stop_ids: Sequence[int] = (), batch: int = 32, told: Told | None = None,
-) -> list[Sampled]:  # fmt: skip
-    """Continue token ids, by the most likely token or by sampling.
-    Args:
-        prompts: at least one token each; lengths may differ.
-        max_new_tokens: the most tokens to add; prompt and answer must fit into the model's positions.
-        temperature: 0 = the most likely token; else tokens are drawn from softmax(logits / temperature).
-        seed: prompt i is drawn with a generator of its own, seeded with seed + i, so its answer does not depend on
-            which other prompts are there.
-        stop_ids: tokens that end an answer.
-        batch: prompts decoded together.
-        told: called as `told(done, total)` as prompts are finished.
-    Raises ConfigError: an empty prompt, one that leaves no room for its answer, or a negative temperature.
-    Cost: one pass over each prompt, then one over a token a step; rows that have stopped are dropped from the batch
-    when half of it has."""
-    if temperature < 0 or max_new_tokens < 1:
-        raise ConfigError(f"temperature={temperature} must be >= 0 and max_new_tokens={max_new_tokens} at least 1")
-    for i, p in enumerate(prompts):
-        if not p or len(p) + max_new_tokens > model.config.max_positions:
-            raise ConfigError(
-                f"prompt {i} has {len(p)} tokens; with max_new_tokens={max_new_tokens} and the model's "
-                f"{model.config.max_positions} positions it needs 1 to {model.config.max_positions - max_new_tokens}"
-            )
-    out: dict[int, Sampled] = {}
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # neighbours in length share a batch
-    for at in range(0, len(order), batch):
-        chosen, how = order[at : at + batch], (model, max_new_tokens, temperature, frozenset(stop_ids))
-        out |= zip(chosen, _sample([list(prompts[i]) for i in chosen], [seed + i for i in chosen], *how))
-        if told:
-            told(len(out), len(prompts))
-    return [out[i] for i in range(len(prompts))]
-
-
-def _sample(
-    prompts: list[list[int]], seeds: list[int], model: Transformer, most: int, temperature: float, stops: frozenset[int]
-) -> list[Sampled]:
-    """One batch of `sample`."""
-    draws = [torch.Generator().manual_seed(s) for s in seeds]
-    ids: list[list[int]] = [[] for _ in prompts]
-    stopped = [False] * len(prompts)
-    rows = list(range(len(prompts)))  # the prompt of each row of the cache
-    logits_BV, cache = prefill(model, prompts, max(map(len, prompts)) + most)
-    for step in range(most):
-        token_B = _choose(logits_BV, temperature, [draws[i] for i in rows])
-        for i, token in zip(rows, token_B.tolist()):
-            if not stopped[i]:
-                stopped[i] = token in stops
-                ids[i] += [] if stopped[i] else [token]
-        alive = [r for r, i in enumerate(rows) if not stopped[i]]
-        if not alive or step + 1 == most:
-            break
-        if len(alive) <= len(rows) // 2:
-            keep = torch.tensor(alive, device=token_B.device)
-            cache = Cache(cache.keys[:, keep], cache.values[:, keep], cache.length_B[keep])
-            token_B, rows = token_B[keep], [rows[r] for r in alive]
-        logits_BV = decode(model, token_B, cache)
-    return [Sampled(i, s) for i, s in zip(ids, stopped)]
-
-
-def _choose(logits_BV: Tensor, temperature: float, draws: list[torch.Generator]) -> Tensor:
-    """The next token of each row: the largest logit, or where a uniform number falls in the cumulative distribution."""
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    cumulative_BV = (logits_BV.double() / temperature).softmax(-1).cumsum(-1)
-    uniform_B = torch.tensor([torch.rand((), generator=g, dtype=torch.float64) for g in draws])
-    at_B1 = uniform_B.to(cumulative_BV.device)[:, None] * cumulative_BV[:, -1:]
-    return torch.searchsorted(cumulative_BV, at_B1, right=True)[:, 0].clamp(max=logits_BV.shape[1] - 1)
+def stop_ids(model: Transformer, tokenizer: Any) -> tuple[int, ...]:
+    """The end-of-turn tokens of tokenizer and model."""
+    return tuple(sorted({tokenizer.eos_token_id, model.config.eos_id} - {None}))
 
 
 def generate(
     model: Transformer, tokenizer: Any, prompts: Sequence[str | Sequence[dict[str, Any]]], *,
-    system: str | None = None, **how: Any,
+    system: str | None = None, batch: int = 32, told: Told | None = None, temperature: float = 0.0, **how: Any,
 ) -> list[str]:  # fmt: skip
-    """Answers as text.
+    """Answers as text, without the stop token.
     Args:
         model, tokenizer: see `open_model`.
         prompts: each a text, taken as a user's message, or a list of messages that the assistant is to answer.
         system: a system message to begin with.
-        how: `max_new_tokens`, `temperature`, `seed`, `stop_ids`, `batch`, `told`: see `sample`. Stop ids default to
-            the end-of-turn tokens of tokenizer and model.
+        batch: answers that decode together.
+        told: called as `told(done, total)` as prompts are finished.
+        temperature: 0 = the most likely token; else tokens are drawn from softmax(logits / temperature). What is drawn
+            for prompt i depends on the seed and i, and not on the other prompts.
+        how: `max_new_tokens`, `seed`, `top_k`, `top_p`, `stop_ids` and the rest of `moekit.rollout.engine.Sampling`.
+    Raises ConfigError: an empty prompt, one that leaves no room for its answer, or a setting that cannot be.
     >>> generate(model, tokenizer, ["What is 3 + 4?"])              # doctest: +SKIP
     ['7']
     """
-    start = [{"role": "system", "content": system}] if system is not None else []
-    chats = [[*start, *([{"role": "user", "content": p}] if isinstance(p, str) else p)] for p in prompts]
+    how = {"stop_ids": stop_ids(model, tokenizer), **how, "temperature": temperature}
+    how["stop_ids"] = tuple(how["stop_ids"])
+    chats = [conversation(p, system) for p in prompts]
     ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
-    ends = {tokenizer.eos_token_id, model.config.eos_id} - {None}
-    found = sample(model, ids, **{"stop_ids": sorted(ends), **how})
-    return [tokenizer.decode(f.ids, skip_special_tokens=True) for f in found]
+    engine = EmbeddedEngine.of(model, lambda: 0, slots=batch)
+    answers = [r.answers[0] for r in engine.generate(ids, Sampling(**how), told=told)]
+    ends = [len(a.ids) - (a.ids[-1] in how["stop_ids"]) for a in answers]
+    return [tokenizer.decode(a.ids[:end], skip_special_tokens=True) for a, end in zip(answers, ends)]
 
 
 def read_items(path: str | Path) -> list[dict[str, Any]]:

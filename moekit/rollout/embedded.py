@@ -81,6 +81,8 @@ class EmbeddedEngine:
         self.model = Transformer(config, dtype=kind, device=device or (whole.device if whole else None), seed=None)
         self.slots, self.ahead, self.when_running, self.shared = slots, ahead, running, False
         self.counter, self.stats = RowCounter.of(config, "engine"), Stats()
+        for name in ("prefill", "decode", "score"):  # on a rank without prompts too: all ranks sum the same passes
+            self.counter.pass_name = name
         self._version: int | Callable[[], int] = version
         self._broken = "no weights were given to it yet; call update_weights"
         self._batch: Slots | None = None
@@ -140,14 +142,14 @@ class EmbeddedEngine:
         Cost: each prompt once, whatever `n`; then a pass over one token a slot for every step.
         """
         out = [Rollout(list(p), None, []) for p in prompts]
-        for found in self.stream(prompts, sampling, prompt_ids=prompt_ids, limits=limits):
-            rollout = out[found.prompt]
-            rollout.prompt_experts = found.prompt_experts
-            rollout.answers.append((found.sample, found.answer))  # pyright: ignore[reportArgumentType]
+        found = list[Finished]()
+        for one in self.stream(prompts, sampling, prompt_ids=prompt_ids, limits=limits):
+            found.append(one)
             if told:
-                told(sum(len(r.answers) for r in out), len(out) * sampling.n)
-        for rollout in out:
-            rollout.answers = [a for _, a in sorted(rollout.answers, key=lambda x: x[0])]  # pyright: ignore
+                told(len(found), len(out) * sampling.n)
+        for one in sorted(found, key=lambda f: f.sample):
+            out[one.prompt].prompt_experts = one.prompt_experts
+            out[one.prompt].answers.append(one.answer)
         return out
 
     def stream(

@@ -146,23 +146,6 @@ def test_no_label_at_all(small):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_decoding_with_a_cache_equals_running_the_whole_sequence(small, variant):
-    made = small.model(variant)
-    rows = [[5, 6, 7, 8, 9], [3], [4, 2, 2]]
-    got, cache = made.prefill(rows, room=9)
-    for step in range(5):
-        want = torch.stack([logits(made, Batch.make(torch.tensor([r])))[0, -1] for r in rows])
-        close(got, want)
-        assert cache.length_B.tolist() == [len(r) for r in rows]
-        if step < 4:
-            token_B = got.argmax(-1)
-            rows = [r + [t] for r, t in zip(rows, token_B.tolist())]
-            got = made.decode(token_B, cache)
-    with pytest.raises(ConfigError, match="full"):
-        made.decode(token_B, cache)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_low_precision_stays_near_float64(small, variant):
     """Routes replayed, so that a flipped near-tie is not taken for rounding."""
     wide, batch = small.model(variant), small.batch("packed")
@@ -247,7 +230,5 @@ def test_bad_input_is_named(small):
         made(small.batch("full"), replay=[torch.zeros(24, 2, dtype=torch.long)])
     with pytest.raises(ConfigError, match="keep_hidden"):
         made(small.batch("full"), elide="padding+last_layer", keep_hidden=True)
-    with pytest.raises(ConfigError, match="room=3 must hold the longest prompt"):
-        made.prefill([[1, 2, 3, 4]], room=3)
     with pytest.raises(ConfigError, match="no preset 'huge'"):
         preset("huge")

@@ -1,4 +1,4 @@
-"""Generating and scoring: the cache changes nothing, neighbours in a batch change nothing, answers are scored right."""
+"""Generating text and scoring it: through the template, by the task's scorer, from every kind of model folder."""
 
 from __future__ import annotations
 
@@ -9,81 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from moekit.config import DataConfig
-from moekit.data.batch import Batch
 from moekit.data.dataset import build
 from moekit.errors import CheckpointError, ConfigError, DataError
 from moekit.model.transformer import logits
-from moekit.recipes.evaluate import evaluate, generate, open_model, read_items, sample, token_loss
+from moekit.recipes.evaluate import evaluate, generate, open_model, read_items, token_loss
 from moekit.recipes.sft import train
-
-PROMPTS = [[5, 6], [7], [9, 8, 7, 6, 5, 4, 3, 40, 41], [20, 21, 22], [50] * 12]
+from moekit.rollout.embedded import EmbeddedEngine
+from moekit.rollout.engine import Sampling
 
 
 @pytest.fixture(scope="module")
 def opened(kit):
     return open_model(kit.model)
-
-
-def continued(model, prompt: list[int], count: int, stops: set[int] = frozenset()) -> list[int]:
-    """Greedy, the whole sequence through the model for every token."""
-    ids = list(prompt)
-    for _ in range(count):
-        token = int(logits(model, Batch.make(torch.tensor([ids])))[0, -1].argmax())
-        if token in stops:
-            break
-        ids.append(token)
-    return ids[len(prompt) :]
-
-
-def test_cached_equals_uncached_for_mixed_lengths(opened):
-    """BC-108's kind: nothing of the padding that a batch of mixed lengths needs can be seen."""
-    model, _ = opened
-    want = [continued(model, p, 10) for p in PROMPTS]
-    found = sample(model, PROMPTS, max_new_tokens=10)
-    assert [f.ids for f in found] == want
-    assert len({tuple(w) for w in want}) == len(want)  # the fixture tells prompts apart
-    assert not any(f.stopped for f in found)
-
-
-def test_stop_tokens_end_rows_one_by_one(opened):
-    """Rows that have stopped leave the batch; the others go on as if nothing had happened."""
-    model, _ = opened
-    whole = [continued(model, p, 12) for p in PROMPTS]
-    stops = {whole[0][2], whole[1][0], whole[2][5]}
-    want = [continued(model, p, 12, stops) for p in PROMPTS]
-    found = sample(model, PROMPTS, max_new_tokens=12, stop_ids=sorted(stops))
-    assert [f.ids for f in found] == want
-    assert [f.stopped for f in found] == [len(w) < 12 for w in want]
-    assert len({len(w) for w in want}) > 2
-
-
-def test_sampling_depends_on_the_prompt_s_own_seed_alone(opened):
-    model, _ = opened
-    how = {"max_new_tokens": 8, "temperature": 1.3}
-    together = sample(model, PROMPTS, seed=5, **how)
-    assert [sample(model, [p], seed=5 + i, **how)[0] for i, p in enumerate(PROMPTS)] == together
-    assert sample(model, PROMPTS, seed=5, batch=2, **how) == together
-    assert sample(model, PROMPTS, seed=6, **how) != together
-
-
-def test_samples_follow_the_distribution(opened):
-    """One token each, 4000 seeds: frequencies within 5 standard errors of softmax(logits / temperature)."""
-    model, _ = opened
-    p = (logits(model, Batch.make(torch.tensor([PROMPTS[0]])))[0, -1].double() / 0.7).softmax(-1)
-    drawn = sample(model, [PROMPTS[0]] * 4000, max_new_tokens=1, temperature=0.7, seed=1, batch=1000)
-    count = torch.bincount(torch.tensor([d.ids[0] for d in drawn]), minlength=len(p)).double()
-    deviation = (count / 4000 - p).abs() / (p * (1 - p) / 4000 + 1e-7).sqrt()
-    assert deviation.max() < 5
-
-
-def test_prompts_without_room_are_refused(opened):
-    model, _ = opened
-    with pytest.raises(ConfigError, match="prompt 1 has 90 tokens"):
-        sample(model, [[1], [1] * 90], max_new_tokens=8)
-    with pytest.raises(ConfigError, match="prompt 0 has 0 tokens"):
-        sample(model, [[]], max_new_tokens=8)
-    with pytest.raises(ConfigError, match="temperature=-1"):
-        sample(model, [[1]], temperature=-1)
 
 
 def test_text_goes_through_the_template(opened, kit):
@@ -92,8 +29,14 @@ def test_text_goes_through_the_template(opened, kit):
         [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say red"}],
         add_generation_prompt=True, return_dict=False,
     )  # fmt: skip
-    want = tokenizer.decode(sample(model, [ids], max_new_tokens=6, stop_ids=[tokenizer.eos_token_id])[0].ids)
-    assert generate(model, tokenizer, ["say red"], system="be brief", max_new_tokens=6) == [want]
+    how = {"max_new_tokens": 6, "temperature": 0.0}
+    (rollout,) = EmbeddedEngine(model).generate([ids], Sampling(**how, stop_ids=(tokenizer.eos_token_id,)))
+    want = tokenizer.decode([i for i in rollout.answers[0].ids if i != tokenizer.eos_token_id])
+    assert generate(model, tokenizer, ["say red"], system="be brief", **how) == [want]
+    first = rollout.answers[0].ids[0]
+    assert generate(model, tokenizer, ["say red"], system="be brief", **how, stop_ids=[first]) == [""]
+    with pytest.raises(ConfigError, match="temperature=-1"):
+        generate(model, tokenizer, ["say red"], temperature=-1)
 
 
 def test_a_run_folder_a_checkpoint_and_an_export_are_one_model(kit, tmp_path):
