@@ -64,6 +64,7 @@ SFT_OPTIONS = {  # fields of SFTConfig and of the configs in it: type, choices a
         "weight_decay": "of matrices",
         "clip_norm": "largest gradient norm; 0 = no limit",
         "dtype": "of the weights",
+        "precision": "of the routed experts' matmuls; mxfp8: forward and input gradients from 8-bit operands",
         "seed": "of the order of rows, and of a preset's weights",
     },
     "rows": {
@@ -128,8 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
     _sft_options(command("sft", _sft, "fine-tune a model on chats, on one process or many",
                          "--model MODEL --data DATA [--out RUN] [--nproc N] [options]", SFT_EPILOG))  # fmt: skip
-    p = command("generate", _generate, "let a model answer prompts", "--model MODEL --prompt TEXT [options]",
-                GENERATE_EPILOG)  # fmt: skip
+    p = command("generate", _generate, "let a model answer", "--model MODEL --prompt TEXT [options]", GENERATE_EPILOG)
     g = _answer_options(p, "prompts", 128)
     g.add_argument("--prompt", action="append", default=[], help="a user's message; may be given several times")
     g.add_argument("--data", help="chats to answer, as for `moekit sft`; their last answer is left out")
@@ -156,8 +156,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--world", type=int, required=True, help="processes, on all nodes together")
     p.add_argument("--model", required=True, help="a Hugging Face folder (its config.json is read), or a preset")
     p.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of the weights")
-    p.add_argument("--zero", type=int, choices=get_args(Zero), default=2,
-                   help="0 replicates the optimizer's state; 1 shards it; 2 reduce-scatters gradients too")  # fmt: skip
+    p.add_argument("--zero", type=int, choices=get_args(Zero), default=2, help="as for `moekit sft`")
+    p.add_argument("--precision", choices=("model", "mxfp8"), default="model", help="of the routed experts' matmuls")
     p.add_argument("--recompute", choices=get_args(Recompute), default="none", help="activations given up")
     p.add_argument("--length", type=int, help="tokens of a row (default: 4096, or the model's longest if less)")
     p.add_argument("--microbatch-rows", type=int, default=1, help="rows of one forward pass of a process")

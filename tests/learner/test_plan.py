@@ -317,6 +317,8 @@ def test_moekit_layouts(capsys, tmp_path):
     assert main(words) == 0
     text = capsys.readouterr().out
     assert text.strip() == render(table) and "MiB" in text and "balanced routing" in text
+    assert main([*words, "--json", "--precision", "mxfp8"]) == 0
+    assert all(x["memory"]["mxfp8"] > 0 for x in json.loads(capsys.readouterr().out))
     rows = [line.split() for line in text.splitlines()[2 : 2 + len(table)]]
     assert [row[:3] for row in rows] == [[str(x[k]) for k in ("dp", "ep", "pp")] for x in table]
     assert float(rows[0][11]) == round(table[0]["memory"]["total"] / 2**20, 2)
