@@ -53,7 +53,7 @@ def distribution(logits_SV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor 
         z_SC, index_SC = z_SC.topk(sampling.top_k, -1)
     if sampling.temperature and sampling.top_p < 1:
         if index_SC is None:
-            z_SC, index_SC = z_SC.sort(-1, descending=True, stable=True)
+            z_SC, index_SC = z_SC.sort(dim=-1, descending=True, stable=True)
         prob_SC = z_SC.double().softmax(-1)
         z_SC = z_SC.masked_fill(prob_SC.cumsum(-1) - prob_SC >= sampling.top_p, -torch.inf)  # the first always stays
     return z_SC.log_softmax(-1), index_SC

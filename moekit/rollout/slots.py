@@ -25,6 +25,8 @@ from .engine import Answer, Finish, Sampling
 from .kv_cache import KVCache, Prefix, decode, prefill
 from .sampling import choose, uniform
 
+SORT = 3  # slots are sorted by length when this many times what they hold was read in vain
+
 
 @dataclass
 class Group:
@@ -111,7 +113,7 @@ class Slots:
         if not self.n:
             return
         began, n = time.perf_counter(), self.n
-        if self.cache.wasted > 3 * int(self.length[:n].sum()):
+        if self.cache.wasted > SORT * int(self.length[:n].sum()):
             self._move(np.arange(n), np.argsort(-self.length[:n], kind="stable"))
             self.cache.wasted = 0
         rows, last = np.arange(n), self.count[:n] - 1
@@ -183,8 +185,8 @@ class Slots:
         self.stats.answer_tokens += len(rows)
         stop = np.isin(token, self.stops)
         for sequence in self.sequences:
-            back = np.arange(1 - len(sequence), 1)
-            stop |= (at >= len(sequence) - 1) & (self.ids[rows[:, None], at[:, None] + back] == sequence).all(1)
+            back = np.maximum(at[:, None] + np.arange(1 - len(sequence), 1), 0)
+            stop |= (at >= len(sequence) - 1) & (self.ids[rows[:, None], back] == sequence).all(1)
         finish = np.zeros(self.n, np.int64)
         finish[rows] = np.where(stop, 1, 2 * (at + 1 >= self.limit[rows]))
         return finish
