@@ -41,7 +41,7 @@ class RewardModel:
     the pair: the loss is the mean over all pairs of the step.
 
     Args:
-        centering: c >= 0; keeps scores near zero, which the first term does not fix. 0.01 is usual.
+        center: c >= 0; keeps scores near zero, which the first term does not fix. 0.01 is usual.
     Metrics, means over pairs:
         accuracy: share of pairs with s_c > s_r; a tie is no win.
         margin: s_c - s_r. chosen, rejected: the scores.
@@ -54,14 +54,14 @@ class RewardModel:
     where InstructGPT keeps all pairs of one prompt together.
     """
 
-    centering: float = 0.0
+    center: float = 0.0
     name: str = "reward_model"
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen", "rejected")
     needs: ClassVar[tuple[str, ...]] = ("family", "chosen")
 
     def __post_init__(self) -> None:
-        if not self.centering >= 0:
-            raise ConfigError(f"centering={self.centering} must be >= 0")
+        if not self.center >= 0:
+            raise ConfigError(f"center={self.center} must be >= 0")
 
     def units(self, flat: Flat) -> float:
         """Pairs of a microbatch."""
@@ -77,8 +77,8 @@ class RewardModel:
         apart_P = chosen_P - rejected_P
         margin_P = flat.at_labels("margin").to(apart_P.dtype)[pair_2P[0]] if "margin" in flat.extra else 0.0
         loss_P = F.softplus(margin_P - apart_P)
-        if self.centering:
-            loss_P = loss_P + self.centering * (chosen_P + rejected_P).square()
+        if self.center:
+            loss_P = loss_P + self.center * (chosen_P + rejected_P).square()
         with torch.no_grad():
             columns = (apart_P > 0, apart_P, chosen_P, rejected_P)
             return Terms(loss_P, {name: x.sum(dtype=value_M.dtype) for name, x in zip(self.metrics, columns)})

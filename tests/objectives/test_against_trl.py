@@ -245,16 +245,16 @@ def test_importance_weights(mode, low):
     assert got.above > 0 and (got.below > 0) == (low is not None)
 
 
-@pytest.mark.parametrize("centering", [0.0, 0.01])
+@pytest.mark.parametrize("center", [0.0, 0.01])
 @pytest.mark.parametrize("margin", [None, [0.5, 0.0, -0.2]])
-def test_reward_model(margin, centering):
+def test_reward_model(margin, center):
     """`RewardTrainer.compute_loss`: TRL has the chosen answers first, then the rejected ones."""
     score = torch.tensor([0.3, -1.0, 2.0, 0.1, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
     inputs = {"attention_mask": torch.ones(6, 4, dtype=torch.long)}
     if margin:
         inputs["margin"] = torch.tensor(margin, dtype=torch.float64)
     stub = SimpleNamespace(
-        model=SimpleNamespace(training=True), args=SimpleNamespace(center_rewards_coefficient=centering or None),
+        model=SimpleNamespace(training=True), args=SimpleNamespace(center_rewards_coefficient=center or None),
         accelerator=Accelerator(), _total_train_tokens=0, _tp_size=1, _metrics={"train": defaultdict(list)},
     )  # fmt: skip
 
@@ -269,7 +269,7 @@ def test_reward_model(margin, centering):
     labels = torch.tensor([[-100, -100, 0]]).expand(6, -1)
     flat = Batch.make(torch.zeros(6, 3, dtype=torch.long), labels=labels, extra=extra).flat
     value_M = score[flat.order_N[flat.label_index_M] // 3]
-    terms = RewardModel(centering=centering)(flat, SimpleNamespace(value_M=value_M))
+    terms = RewardModel(center=center)(flat, SimpleNamespace(value_M=value_M))
     got = terms.loss_M.sum() / 3
     torch.testing.assert_close(got, want, rtol=1e-6 if margin else 1e-12, atol=1e-7)  # 0.2 in float32
     torch.testing.assert_close(*(torch.autograd.grad(x, score)[0] for x in (got, want)), rtol=1e-6, atol=1e-7)

@@ -46,7 +46,7 @@ def test_margin_and_centering():
     """-log sigmoid(s_c - s_r - m) + c (s_c + s_r)^2, with m read at the chosen answer."""
     flat, row_M = scored([0, 0], [1, 0], margin=[0.5, 99.0])
     score = torch.tensor([2.0, 1.0], dtype=torch.float64)
-    loss = RewardModel(centering=0.01)(flat, SimpleNamespace(value_M=score[row_M])).loss_M
+    loss = RewardModel(center=0.01)(flat, SimpleNamespace(value_M=score[row_M])).loss_M
     assert loss.tolist() == pytest.approx([log1p(exp(-0.5)) + 0.01 * 9.0])
 
 
@@ -78,7 +78,7 @@ def test_nothing_to_score_and_bad_settings():
     assert (
         RewardModel().units(flat) == 0.0 and terms.loss_M.shape == (0,) and set(terms.sums) == set(RewardModel.metrics)
     )
-    with pytest.raises(ConfigError, match="centering=-1"):
-        RewardModel(centering=-1.0)
+    with pytest.raises(ConfigError, match="center=-1"):
+        RewardModel(center=-1.0)
     with pytest.raises(DataError, match="'family'"):
         RewardModel().units(Batch.make(torch.zeros(1, 2, dtype=torch.long)).flat)
