@@ -47,8 +47,6 @@ class Forward:
         ConfigError: a layout that cannot work. Before anything is moved.
     """
 
-    needs: tuple[str, ...] = ()  # extra values that every batch must bring
-
     def __init__(
         self,
         model: Transformer,
@@ -210,12 +208,14 @@ class Forward:
         start, stop = self.model.part.stages[place]
         return [i for i in self.model.config.moe_layers if start <= i < stop]
 
-    def _prepare(self, batches: Sequence[Batch]) -> list[Flat]:
-        """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing)."""
+    def _prepare(self, batches: Sequence[Batch], needs: tuple[str, ...] = ()) -> list[Flat]:
+        """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing).
+
+        `needs`: names of the extra values that every batch must bring."""
         flats, problem = list[Flat](), ""
         try:
             for b in batches:
-                if missing := [n for n in self.needs if n not in b.extra]:
+                if missing := [n for n in needs if n not in b.extra]:
                     raise DataError(f"the batch lacks the extra values {', '.join(missing)} that the objective reads")
                 check(b.flat, self.model.config)
                 flats.append(b.flat)
@@ -227,7 +227,7 @@ class Forward:
             raise DataError("; ".join(p for p in self.world.gather(problem) if p))
         if len(flats) < rounds:
             nothing = torch.zeros(1, 2, dtype=torch.long)
-            template = batches[0] if batches else Batch.make(nothing, extra=dict.fromkeys(self.needs, nothing.float()))
+            template = batches[0] if batches else Batch.make(nothing, extra=dict.fromkeys(needs, nothing.float()))
             flats += [template.empty().flat] * (int(rounds) - len(flats))
         if self.mesh.ep.size > 1:  # everyone learns how many rows can come from whom, here and not in the layers
             theirs = self.mesh.ep.gather([f.size for f in flats])

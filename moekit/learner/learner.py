@@ -132,7 +132,7 @@ class Learner(Forward):
         """
         t0 = time.perf_counter()
         self.mesh.wire.reset()
-        flats = self._prepare(batches)
+        flats = self._prepare(batches, self.needs)
         counts = step_counts(flats, self.mesh.dp.sum_list)
         units = counts.supervised
         if self.units is not None:
@@ -265,7 +265,7 @@ class Learner(Forward):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Mean loss and metrics per unit over all ranks' batches, without gradient; counted in pass "evaluate"."""
-        flats = self._prepare(batches)
+        flats = self._prepare(batches, self.needs)
         found: dict[int, list[Tensor]] = {}
 
         def told(i: int, out: Outputs) -> Tensor:
