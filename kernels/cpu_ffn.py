@@ -19,6 +19,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -40,6 +41,7 @@ FIELDS = (
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
 NEEDS = {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}
+PAST = 16 << 20  # bytes of weight gradients that are written past the caches: half of a common last level
 SOURCE = Path(__file__).with_name("cpu_ffn.cpp")
 
 
@@ -49,26 +51,10 @@ class Args(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in FIELDS]
 
 
-def _found(path: str, start: str) -> list[str]:
-    """The words of the first line that starts so."""
-    try:
-        with open(path) as lines:
-            return next((line.split() for line in lines if line.startswith(start)), [])
-    except OSError:
-        return []
-
-
-def _openmp() -> str | None:
+def _openmp() -> list[str]:
     """The OpenMP runtime that torch has loaded: a second one would be a second pool of threads."""
-    with open("/proc/self/maps") as lines:
-        loaded = {line.split()[-1] for line in lines if line.rstrip().endswith((".so", ".so.1", ".so.5"))}
-    return next((p for p in sorted(loaded) if Path(p).name.startswith(("libgomp", "libiomp5", "libomp"))), None)
-
-
-def cache_folder() -> Path:
-    """MOEKIT_CACHE, else moekit under the user's cache folder."""
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("MOEKIT_CACHE") or Path(user) / "moekit")
+    names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return sorted(n for n in names if Path(n).name.startswith(("libgomp", "libiomp5", "libomp")))[:1]
 
 
 @functools.cache
@@ -76,28 +62,28 @@ def build() -> tuple[Any, str]:
     """(the library, where it is), or (None, why there is none)."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return None, f"it is written for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
-    flags = _found("/proc/cpuinfo", "flags")
-    if missing := sorted(NEEDS - set(flags)):
-        return None, f"the processor lacks {', '.join(missing)}"
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if compiler is None:
-        return None, f"no C++ compiler: {os.environ.get('CXX') or 'g++'} is not on the path"
+    flags = set(re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[0].split())
+    if not flags >= NEEDS:
+        return None, f"the processor lacks {', '.join(sorted(NEEDS - flags))}"
+    compiler = os.environ.get("CXX") or "g++"
+    if shutil.which(compiler) is None:
+        return None, f"no C++ compiler: {compiler} is not on the path"
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        parts = (SOURCE.read_text(), version, " ".join(flags), torch.__version__, str(_openmp()), " ".join(FLAGS))
-        path = cache_folder() / f"cpu_ffn-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:20]}.so"
+        parts = (SOURCE.read_text(), version, sorted(flags), torch.__version__, _openmp(), FLAGS)
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moekit"
+        cache = Path(os.environ.get("MOEKIT_CACHE") or user)
+        path = cache / f"cpu_ffn-{hashlib.sha256(repr(parts).encode()).hexdigest()[:20]}.so"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
                 made = Path(folder) / path.name
-                command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), *filter(None, [_openmp()])]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-                if done.returncode:
-                    return None, f"{compiler} failed: {done.stderr.strip()[:300]}"
+                command = [compiler, *FLAGS, "-o", str(made), str(SOURCE), *_openmp()]
+                subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
                 os.replace(made, path)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as e:
-        return None, f"it could not be built: {e}"
+        return None, f"it could not be built: {e} {(getattr(e, 'stderr', '') or '').strip()[:300]}"
     for function in (library.moe_forward, library.moe_backward):
         function.argtypes, function.restype = [ctypes.POINTER(Args)], None
     return library, str(path)
@@ -113,20 +99,19 @@ def fits(dtype: torch.dtype, width: int = 2, expert_width: int = 2) -> tuple[boo
     return library is not None, f"native form: {text}"
 
 
-def _arguments(x_ND: Tensor, gate: Tensor | None, gate_up: Tensor, down: Tensor, rows: Sorted) -> tuple[Args, list]:
-    """What both passes need, and the tensors whose memory that is."""
-    held = [x_ND, gate, gate_up, down, rows.offset_E.contiguous(), rows.row_R.contiguous(), rows.slot_R.contiguous()]
-    a = Args(bf16=x_ND.dtype == torch.bfloat16, threads=torch.get_num_threads(), R=rows.rows)
-    (a.N, a.D), a.E, a.F = x_ND.shape, gate_up.shape[0], down.shape[2]
-    a.K = 0 if gate is None else gate.shape[1]
-    for name, tensor in zip(("x", "gate", "gate_up", "down", "offset", "row", "slot"), held):
-        _point(a, **{name: tensor})
-    return a, held
+def _shared(x_ND: Tensor, gate_NK: Tensor | None, gate_up: Tensor, down: Tensor, rows: Sorted) -> dict[str, Any]:
+    """What both passes are given, by its name in FIELDS."""
+    gate = None if gate_NK is None else gate_NK.float().contiguous()
+    shape = (*x_ND.shape[:1], 0 if gate is None else gate.shape[1], rows.rows, *down.shape)
+    numbers = (x_ND.dtype == torch.bfloat16, torch.get_num_threads(), *shape)
+    orders = (t.contiguous() for t in (rows.offset_E, rows.row_R, rows.slot_R))
+    return dict(zip(FIELDS[:8], numbers)) | dict(zip(FIELDS[9:16], (x_ND, gate, gate_up, down, *orders)))
 
 
-def _point(a: Args, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        setattr(a, name, 0 if tensor is None else tensor.data_ptr())
+def _call(name: str, given: dict[str, Any]) -> None:
+    """Tensors become addresses, None 0."""
+    numbers = {k: v.data_ptr() if isinstance(v, Tensor) else int(v or 0) for k, v in given.items()}
+    getattr(build()[0], name)(Args(**numbers))
 
 
 class NativeFFN(torch.autograd.Function):
@@ -135,42 +120,34 @@ class NativeFFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, gate_NK, gate_up_E2FD, down_EDF, rows: Sorted, slots: tuple[Any, Any]):
         x, gate_up, down = x_ND.contiguous(), gate_up_E2FD.contiguous(), down_EDF.contiguous()
-        gate = None if gate_NK is None else gate_NK.float().contiguous()
-        a, _held = _arguments(x, gate, gate_up, down, rows)
-        keep = any(ctx.needs_input_grad)
-        pre = recycle.empty((a.R, 2 * a.F), x.dtype) if keep else None
-        sums = recycle.empty((a.R, a.D), x.dtype) if a.K else None
-        y_ND = torch.empty_like(x) if a.K else torch.zeros_like(x)
-        _point(a, pre=pre, rows_y=sums, y=y_ND)
-        build()[0].moe_forward(a)
-        ctx.save_for_backward(x, gate_NK, gate_up, down, pre)
+        given, once, (D, F) = _shared(x, gate_NK, gate_up, down, rows), gate_NK is None, down.shape[1:]
+        given["y"] = torch.zeros_like(x) if once else torch.empty_like(x)
+        given["rows_y"] = None if once else recycle.empty((rows.rows, D), x.dtype)
+        given["pre"] = recycle.empty((rows.rows, 2 * F), x.dtype) if any(ctx.needs_input_grad) else None
+        _call("moe_forward", given)
+        ctx.save_for_backward(x, gate_NK, gate_up, down, given["pre"])
         ctx.rows, ctx.slots = rows, slots
-        return y_ND
+        return given["y"]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_ND):
         x, gate_NK, gate_up, down, pre = ctx.saved_tensors
-        gate, need, dy = (
-            None if gate_NK is None else gate_NK.float().contiguous(),
-            ctx.needs_input_grad,
-            dy_ND.contiguous(),
-        )
-        a, _held = _arguments(x, gate, gate_up, down, ctx.rows)
-        dgate = torch.zeros(gate.shape) if gate is not None and need[1] else None  # choices without a row: zero
-        dx = None if not need[0] else torch.empty_like(x) if a.K else torch.zeros_like(x)
-        sums = recycle.empty((a.R, a.D), x.dtype) if a.K and need[0] else None
-        hidden, dpre = recycle.empty((a.R, a.F), x.dtype), recycle.empty((a.R, 2 * a.F), x.dtype)
-        up, low = (Target(w, s) if n else None for w, s, n in zip((gate_up, down), ctx.slots, need[2:4]))
-        _point(a, pre=pre, dy=dy, dgate=dgate, dx=dx, rows_dx=sums, hidden=hidden, dpre=dpre)
-        if up is not None:
-            a.d_up, a.up_wide, a.up_add = up.out.data_ptr(), up.wide, up.add
-        if low is not None:
-            a.d_down, a.down_wide, a.down_add = low.out.data_ptr(), low.wide, low.add
-        a.stream = sum(t.out.nbytes for t in (up, low) if t is not None) > _cache_bytes() // 2
-        build()[0].moe_backward(a)
-        dgate = None if dgate is None else dgate.to(gate_NK.dtype)
-        return dx, dgate, *(None if t is None else t.close() for t in (up, low)), None, None
+        given, once, (D, F) = _shared(x, gate_NK, gate_up, down, ctx.rows), gate_NK is None, down.shape[1:]
+        need, R, fresh = ctx.needs_input_grad, ctx.rows.rows, lambda *shape: recycle.empty(shape, x.dtype)
+        given |= {"dy": dy_ND.contiguous(), "pre": pre, "hidden": fresh(R, F), "dpre": fresh(R, 2 * F)}
+        if need[0]:
+            given |= {"dx": torch.zeros_like(x) if once else torch.empty_like(x), "rows_dx": fresh(R, D)}
+        if need[1] and not once:  # choices without a row have no gradient
+            given["dgate"] = torch.zeros(gate_NK.shape)
+        targets = [Target(w, s) if n else None for w, s, n in zip((gate_up, down), ctx.slots, need[2:4])]
+        for name, t in zip(("up", "down"), targets):
+            if t is not None:
+                given |= {f"d_{name}": t.out, f"{name}_wide": t.out.dtype == torch.float32, f"{name}_add": t.add}
+        given["stream"] = sum(t.out.nbytes for t in targets if t is not None) > PAST
+        _call("moe_backward", given)
+        dgate = given["dgate"].to(gate_NK.dtype) if "dgate" in given else None
+        return given.get("dx"), dgate, *(None if t is None else t.close() for t in targets), None, None
 
 
 class Target:
@@ -181,7 +158,7 @@ class Target:
         self.slot = slot
         self.direct = slot is not None and slot.view.is_contiguous() and slot.view.dtype == torch.float32
         self.out: Tensor = slot.view if self.direct else recycle.empty(weight.shape, weight.dtype)
-        self.wide, self.add = self.out.dtype == torch.float32, self.direct and slot.filled
+        self.add = self.direct and slot.filled
 
     def close(self) -> Tensor | None:
         """The gradient that autograd gets (None when a slot has it)."""
@@ -191,13 +168,6 @@ class Target:
             self.slot.view.add_(self.out) if self.slot.filled else self.slot.view.copy_(self.out)
         self.slot.filled = True
         return None
-
-
-@functools.cache
-def _cache_bytes() -> int:
-    """The last-level cache; 32 MiB where the system does not say."""
-    found = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
-    return found if found > 0 else 32 << 20
 
 
 def moe_ffn(x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF, slots=(None, None)) -> Tensor:
