@@ -33,7 +33,8 @@ from .processes import host_id, is_alive
 
 # What a job writes about itself, and what the recipes in it write: all that `overwrite` may remove.
 _CONTROL = ("config.json", "call.pkl", "state.json", "ranks", "results", "errors", "node.sh", "job.sbatch", "slurm_job")
-_RECIPES = ("metrics.jsonl", "arrays", "checkpoints", "export", "card.json", "card.html", "report.html")
+_RECIPES = ("metrics.jsonl", "arrays", "checkpoints", "critic", "reference", "samples.jsonl", "export", "card.json",
+            "card.html", "report.html")  # fmt: skip
 OWNED = (*_CONTROL, "logs", *_RECIPES)
 ENDED = ("finished", "failed", "stopped")
 HEARTBEAT_S = 5.0  # how often a supervisor touches state.json

@@ -12,13 +12,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 from . import __version__
-from .config import Config, DataConfig, Dtype, FilterConfig, LearnerConfig, Recompute, RouterLossConfig, SFTConfig, Zero
+from .config import Dtype, LearnerConfig, Recompute, Zero
 from .errors import ConfigError, JobError, MoekitError
-
-C = TypeVar("C", bound=Config)
+from .recipes.options import COMMANDS, add_options, read
 
 EPILOG = """\
 examples:
@@ -30,7 +29,7 @@ examples:
 {"role": "assistant", "content": "..."}]}; {"prompt": "...", "completion": "..."} works as well.
 """
 
-SFT_EPILOG = """\
+EPILOGS = {"sft": """\
 examples:
   moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
   moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first --steps 200 --resume
@@ -39,7 +38,24 @@ examples:
 
 Everything about the run is in its folder: metrics.jsonl, logs/, checkpoints/, export/ (a Hugging Face folder),
 card.html (what a comparison must state). `moekit report RUN` draws it; moekit.open_run(RUN) reads it in a notebook.
-"""
+""", "dpo": """\
+examples:
+  moekit dpo --model runs/first/export --data pairs.jsonl --nproc 2 --out runs/dpo
+  moekit dpo --model runs/first/export --data pairs.jsonl --reference resident --kind ipo --no-share-prompt
+
+A line of pairs.jsonl is {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be a list of messages.
+""", "reward-model": """\
+example:
+  moekit reward-model --model runs/first/export --data pairs.jsonl --out runs/reward
+""", "grpo": """\
+examples:
+  moekit grpo --model runs/first/export --data spell_backward --nproc 2 --out runs/grpo
+  moekit grpo --model runs/first/export --data questions.jsonl --verifier math --epochs 2 --importance-cap 2
+""", "ppo": """\
+examples:
+  moekit ppo --model runs/first/export --data spell_backward --nproc 2 --out runs/ppo
+  moekit ppo --model runs/first/export --data spell_backward --critic runs/reward/checkpoints/step_100
+"""}  # fmt: skip
 
 GENERATE_EPILOG = """\
 examples:
@@ -52,52 +68,6 @@ examples:
   moekit evaluate --model runs/first --data held_out.jsonl
   moekit evaluate --model runs/first --task spell_backward --items 50
 """
-
-SFT_OPTIONS = {  # fields of SFTConfig and of the configs in it: type, choices and default are the field's
-    "training": {
-        "steps": "optimizer steps",
-        "batch_rows": "rows of one step, over all processes",
-        "microbatch_rows": "rows of one forward pass",
-        "lr": "peak learning rate",
-        "schedule": "of the learning rate",
-        "warmup_steps": "linear warm-up",
-        "weight_decay": "of matrices",
-        "clip_norm": "largest gradient norm; 0 = no limit",
-        "dtype": "of the weights",
-        "precision": "of the routed experts' matmuls; mxfp8: forward and input gradients from 8-bit operands",
-        "seed": "of the order of rows, and of a preset's weights",
-    },
-    "rows": {
-        "rows": "how conversations become rows",
-        "length": "tokens of a row",
-        "over_long": "what happens to conversations longer than a row",
-    },
-    "loss": {
-        "supervise": "learn the assistant's turns only, or every token",
-        "denominator": "what the sum of token losses is divided by; global_tokens is exact for any cut",
-        "constant_length": "tokens of a sequence, for --denominator constant",
-        "balance": "coefficient of the load-balance loss",
-        "granularity": "over what the balance loss pools its statistics",
-        "elide": "expert rows that are skipped because they cannot reach the loss",
-    },
-    "layout (see `moekit layouts`)": {
-        "ep": "expert-parallel processes: experts are split over them",
-        "pp": "pipeline processes: layers are split over them",
-        "pipeline": "the pipeline's schedule",
-        "stages_per_rank": "pipeline stages of a process, with --pipeline interleaved or zbv",
-        "zero": "0: optimizer state on every process; 1: sharded; 2: sharded, gradients reduce-scattered",
-        "reduce": "with --zero 2: reduce gradients once a step, or after every microbatch to save memory",
-        "dispatch": "how rows reach experts of other processes",
-        "transport": "of --dispatch rowwise",
-        "capacity": "rows of a rowwise buffer, as a multiple of its balanced share",
-        "on_overflow": "when a rowwise buffer is too small: run the step again synchronized, drop rows, or stop",
-        "recompute": "activations computed again in the backward to save memory",
-    },
-    "checkpoints": {
-        "save_every": "steps between checkpoints (default: only the last)",
-        "keep_checkpoints": "how many stay",
-    },
-}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -127,8 +97,9 @@ def parser() -> argparse.ArgumentParser:
         p.set_defaults(run=run)
         return p
 
-    _sft_options(command("sft", _sft, "fine-tune a model on chats, on one process or many",
-                         "--model MODEL --data DATA [--out RUN] [--nproc N] [options]", SFT_EPILOG))  # fmt: skip
+    for train in COMMANDS.values():
+        use, epilog = "--model MODEL --data DATA [--out RUN] [--nproc N] [options]", EPILOGS.get(train.name, "")
+        add_options(command(train.name, _train, train.short, use, epilog), train)
     p = command("generate", _generate, "let a model answer", "--model MODEL --prompt TEXT [options]", GENERATE_EPILOG)
     g = _answer_options(p, "prompts", 128)
     g.add_argument("--prompt", action="append", default=[], help="a user's message; may be given several times")
@@ -181,42 +152,6 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def _sft_options(p: argparse.ArgumentParser) -> None:
-    g = p.add_argument_group("model and data")
-    g.add_argument("--model", required=True, help="a Hugging Face folder (OLMoE, Qwen3-MoE, Mixtral), or a preset")
-    g.add_argument("--data", required=True, help="chats: a .jsonl or .parquet file, or a folder of `datasets`")
-    g.add_argument("--tokenizer", help="a tokenizer folder with a chat template (default: the model's)")
-    g = p.add_argument_group("run")
-    g.add_argument("--out", help="run folder (default: a new one under runs/)")
-    g.add_argument("--nproc", type=int, default=1, help="processes, one GPU each where there are GPUs")
-    g.add_argument("--backend", choices=("local", "torchrun", "slurm"), default="local",
-                   help="who starts the processes: moekit on this machine, you on each machine, or Slurm")  # fmt: skip
-    g.add_argument("--nodes", type=int, default=1, help="machines with --nproc processes each, for the other backends")
-    g.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE",
-                   help="an option of sbatch, as partition=gpu or exclusive; may be given several times")  # fmt: skip
-    g.add_argument("--threads", type=int, help="CPU threads of a process (default: cores / nproc)")
-    g.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
-    g.add_argument("--detach", action="store_true", help="start and return; the job outlives this shell")
-    g.add_argument("--overwrite", action="store_true", help="replace the run in --out")
-    g.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
-    configs = (DataConfig(), RouterLossConfig(), LearnerConfig(), SFTConfig("", ""))
-    groups = {}
-    for title, options in SFT_OPTIONS.items():
-        groups[title] = p.add_argument_group(title)
-        for name, text in options.items():
-            config = next(c for c in configs if hasattr(c, name))
-            value, hint = getattr(config, name), get_type_hints(type(config))[name]
-            groups[title].add_argument(
-                f"--{name.replace('_', '-')}", type=get_args(hint)[0] if value is None else type(value), default=value,
-                choices=get_args(hint) if get_origin(hint) is Literal else None, help=text,
-            )  # fmt: skip
-    says = "remove instances in which a short pattern repeats on and on"
-    groups["rows"].add_argument("--filter", action="store_true", help=says)
-    groups["loss"].add_argument("--z-loss", type=float, default=0.0, dest="z", help="coefficient of the router z-loss")
-    says = "do not write a Hugging Face folder at the end"
-    groups["checkpoints"].add_argument("--no-export", action="store_true", help=says)
-
-
 def _answer_options(p: argparse.ArgumentParser, title: str, most: int) -> Any:
     """What all commands that let a model answer share; returns the group `title`, for what is to be answered."""
     g = p.add_argument_group("model")
@@ -232,31 +167,21 @@ def _answer_options(p: argparse.ArgumentParser, title: str, most: int) -> Any:
     return asked
 
 
-def _config(cls: type[C], o: argparse.Namespace, **given: Any) -> C:
-    """A config of the options that bear its fields' names, and of what is `given` instead."""
-    return cls(**{name: getattr(o, name) for name in get_type_hints(cls) if hasattr(o, name)} | given)
+def _train(o: argparse.Namespace) -> None:
+    from .recipes import options
+    from .recipes.job import run_job, run_rank, table
 
-
-def _sft(o: argparse.Namespace) -> None:
-    if o.resume and not o.out:
-        raise ConfigError("--resume needs --out, the folder of the run to go on with")
-    learner = _config(
-        LearnerConfig, o, total_steps=o.steps if o.schedule != "constant" else None, clip_norm=o.clip_norm or None,
-        router=_config(RouterLossConfig, o),
-    )  # fmt: skip
-    rows = _config(DataConfig, o, filter=FilterConfig() if o.filter else None)
-    config = _config(SFTConfig, o, out=None, learner=learner, rows=rows, export=not o.no_export)
-    from .recipes.job import run_rank, run_sft, table
-
+    command = options.COMMANDS[o.command]
+    config = options.run_config(command, o)
     if "TORCHELASTIC_RUN_ID" in os.environ and "MOEKIT_RUN_FOLDER" not in os.environ:  # torchrun ... -m moekit.cli sft
-        summary = run_rank(config, o.out, threads=o.threads, device=o.device)
+        summary = run_rank(command.train, config, o.out, threads=o.threads, device=o.device)
         if os.environ["RANK"] == "0":
             print(table(summary))
         return
     pairs = [text.partition("=") for text in o.slurm]
     slurm = {key.replace("-", "_"): {"": not equals, "False": False}.get(value, value) for key, equals, value in pairs}
-    summary, job = run_sft(config, out=o.out, nproc=o.nproc, threads=o.threads, device=o.device, detach=o.detach,
-                           backend=o.backend, nodes=o.nodes, slurm=slurm)  # fmt: skip
+    summary, job = run_job(command.train, config, out=o.out, nproc=o.nproc, threads=o.threads, device=o.device,
+                           detach=o.detach, backend=o.backend, nodes=o.nodes, slurm=slurm)  # fmt: skip
     if summary is None:
         told = job.reason or f"started {job.folder}"
         print(f"{told}; moekit.attach({str(job.folder)!r}) follows, stops or reads it")
@@ -338,7 +263,7 @@ def _layouts(o: argparse.Namespace) -> None:
 
     table = layout_table(
         model_shape(o.model), o.world, dtype=DTYPES[o.dtype], microbatch_rows=o.microbatch_rows, length=o.length,
-        config=_config(LearnerConfig, o), batch_rows=o.batch_rows,
+        config=read(LearnerConfig, o), batch_rows=o.batch_rows,
     )  # fmt: skip
     print(json.dumps(table) if o.json else render(table))
 

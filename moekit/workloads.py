@@ -21,7 +21,9 @@ class PairConfig(RunConfig):
     length: int = 512  # T, positions of a row; a pair that does not fit is left out and reported
     share_prompt: bool = True  # route and compute the prompt of a pair once
     microbatch_tokens: int = 4096  # positions of one forward, on one rank
-    export: bool = True
+    over_long: Literal["drop", "truncate"] = "drop"  # what becomes of a pair that does not fit in a row
+    eval_data: str | None = None  # held-out pairs
+    eval_every: int | None = None  # steps; None = before and after
 
     def _check(self) -> None:
         super()._check()
@@ -44,10 +46,7 @@ class DPOConfig(PairConfig):
     length_normalised: bool = False
     reference: Literal["resident", "cached"] = "cached"
     cache: str | None = None  # folder of the reference cache; None = reference/ in the run folder
-
-    def _check(self) -> None:
-        super()._check()
-        _need(self.beta > 0, f"beta={self.beta} must be above 0")
+    update_every: int | None = None  # steps after which a resident reference becomes a copy of the policy
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,11 @@ class RLConfig(RunConfig):
             "log-probs do not; set importance_cap to correct for it, or sample from the whole distribution",
         )
         _need(self.kl >= 0, f"kl={self.kl} must be at least 0")
+        _need(
+            self.max_prompt + self.max_new_tokens <= self.length,
+            f"max_prompt={self.max_prompt} and max_new_tokens={self.max_new_tokens} do not fit in a row of "
+            f"length={self.length}; make rows longer",
+        )
         _need(
             self.minibatches <= self.prompts,
             f"minibatches={self.minibatches} cannot be more than prompts={self.prompts}: a group stays together",

@@ -19,14 +19,13 @@ from ..errors import DataError
 from .batch import Batch
 from .chat import Document, load_tokenizer, render_all
 from .dataset import pad_id
-from .families import Sample, family_rows, family_size
+from .families import Labels, Sample, family_rows, family_size
 from .report import Report
 from .source import Example, Progress, as_messages, open_records
 
 __all__ = ["Pair", "Pairs", "Sample", "as_pair", "family_rows", "load_pairs"]
 
 FORMS = '"chosen" and "rejected", and "prompt" where they do not begin with it: each a text or a list of messages'
-CHOSEN, REJECTED = (1.0, 0.0)  # extra "chosen" at the labels of an answer
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +47,7 @@ class Pairs:
         pairs: all that a row of `length` positions can hold as a family.
         length: T.
         share: compute a pair's prompt once.
+        labels: where they stand, see `family_rows`: "last" for a reward model.
         reference: reference log-probs of an answer's tokens, ``(prompt, answer) -> [len(answer)]``; they become
             ``extra["ref_logprob"]``. None = they come from elsewhere.
     """
@@ -58,24 +58,30 @@ class Pairs:
     pad_id: int = 0
     report: Report | None = None
     reference: Callable[[Sequence[int], Sequence[int]], Any] | None = None
+    labels: Labels = "answer"
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Hash of all token ids, of T and of sharing: two with the same one give the same batches."""
-        digest = hashlib.blake2b(f"pairs {self.length} {self.share} {self.pad_id}".encode(), digest_size=16)
+    def content(self) -> str:
+        """Hash of all token ids, pair after pair."""
+        digest = hashlib.blake2b(digest_size=16)
         for p in self.pairs:
             for part in (p.prompt, p.chosen, p.rejected):
                 digest.update(np.array([len(part), *part], np.int64).data)
         return digest.hexdigest()
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of content, T and sharing: two with the same one give the same batches."""
+        return f"{self.content} {self.length} {self.share} {self.labels}"
+
     def sample(self, index: int) -> Sample:
         """A pair as a family: answer 0 is the chosen one, with the fields that the objective reads."""
         p, fields = self.pairs[index], []
-        for answer, mark in ((p.chosen, CHOSEN), (p.rejected, REJECTED)):
-            fields.append({"chosen": [mark] * len(answer)})
+        for answer, mark in ((p.chosen, 1.0), (p.rejected, 0.0)):
+            fields.append({"chosen": [mark] * (len(answer) if self.labels == "answer" else 1)})
             if self.reference is not None:
                 fields[-1]["ref_logprob"] = self.reference(p.prompt, answer)
         return Sample(p.prompt, [p.chosen, p.rejected], fields, p.source, p.index)
@@ -85,8 +91,9 @@ class Pairs:
         chosen, report = np.arange(len(self))[indices].tolist(), Report()
         if not chosen:
             return self.batch([0]).empty()
+        samples = [self.sample(i) for i in chosen]
         batch = family_rows(
-            [self.sample(i) for i in chosen], self.length, self.share, whole=True, pad_id=self.pad_id, report=report
+            samples, self.length, self.share, whole=True, labels=self.labels, pad_id=self.pad_id, report=report
         )
         if report.events:
             raise DataError(f"a pair cannot be put in a row: {report.events[0]}; make Pairs with load_pairs")

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from .. import errors
-from ..config import SFTConfig
+from ..config import RunConfig
 from ..errors import ConfigError, JobError, MoekitError
 from ..launch.folder import read_json
 from ..launch.job import Job
 from ..launch.submit import submit
 from ..launch.worker import Here, join
 from ..viz.progress import Progress
+from ..workloads import RLConfig
 from . import setup
-from .sft import train
 
 LOOK_S = 0.2
+Train = Callable[[Any], dict[str, Any]]
 
 
-def run_sft(
-    config: SFTConfig, *, out: str | None = None, nproc: int = 1, detach: bool = False, **how: Any
+def run_job(
+    train: Train, config: RunConfig, *, out: str | None = None, nproc: int = 1, detach: bool = False, **how: Any
 ) -> tuple[dict[str, Any] | None, Job]:
     """Submit `train(config)`, follow it, and return (its summary, the job); only local jobs are followed.
 
     Input that can be seen to be bad is refused before a process starts; where a rank finds it, the folder that was
     made for this run goes again. Interrupting stops the job.
     Args:
+        train: a recipe.
         config: with `out=None`; the run folder is `out`.
         out: run folder; None = a new one under runs/.
         detach, how: see `moekit.submit`; a local job without `detach` is followed to its end.
@@ -40,7 +42,10 @@ def run_sft(
     if nproc < 1:
         raise ConfigError(f"nproc={nproc} must be at least 1")
     ranks = nproc * how.get("nodes", 1)
-    folder, _, _ = setup.check(replace(config, out=out), Here(0, ranks, 0, "cpu", None))
+    name = train.__module__.rpartition(".")[2]
+    folder, _, _ = setup.check(
+        replace(config, out=out), Here(0, ranks, 0, "cpu", None), name, task=isinstance(config, RLConfig)
+    )
     existed = folder.exists() and any(folder.iterdir())
     record = folder / "metrics.jsonl"
     known = record.stat().st_size if config.resume else 0
@@ -66,10 +71,10 @@ def run_sft(
         raise found from error
 
 
-def run_rank(config: SFTConfig, out: str | None = None, **how: Any) -> dict[str, Any]:
+def run_rank(train: Train, config: RunConfig, out: str | None = None, **how: Any) -> dict[str, Any]:
     """`train(config)` as one of the ranks that torchrun started; the summary, the same on every rank.
     Args:
-        config, out: as for `run_sft`; every rank must see the run folder.
+        train, config, out: as for `run_job`; every rank must see the run folder.
         how: `threads`, `device`, `timeout`: see `moekit.submit`."""
     join(**how)
     summary = train(replace(config, out=out))

@@ -1,10 +1,10 @@
-"""What GRPO and PPO share: prompts, rollouts and their rewards, the rows that are trained on, what is recorded.
+"""What GRPO and PPO train on: prompts and their verifier, a step's answers, and the rows that these become.
 
-Every rank samples and judges its share of a step's prompts; then all ranks hold all answers, and each builds the same
-rows and takes its part. What is known of an answer's tokens (log-probs, values) travels as one list for each answer, so
-that policy, reference and critic may stand on different layouts.
+All ranks hold all answers of a step, and each builds the same rows and takes its part. What is known of an answer's
+tokens (log-probs, values) travels as one tensor for each answer, so that policy, reference and critic may stand on
+different layouts.
 
-Axis letters: A answers of a step, B rows, T positions in a row, M labelled positions, L layers that route, K experts.
+Axis letters: A answers of a step, M labelled positions, N flat positions, L layers that route, K experts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import LearnerConfig
+from ..config import RunConfig
 from ..data.batch import Batch
 from ..data.families import Sample, family_rows
 from ..data.report import Report
 from ..data.source import load_examples
-from ..data.stream import share
+from ..data.stream import epoch_order, share
 from ..data.tasks import make_task, score
 from ..errors import ConfigError, DataError
 from ..learner.forward import Forward
-from ..learner.mesh import World
-from ..rollout.engine import Answer, Engine, Rollout, Sampling
-from ..rollout.rewards import Reward, RewardPool, Verifier, math_verifier, summary
+from ..rollout.engine import Answer, Rollout
+from ..rollout.rewards import Reward, RewardPool, Verifier, math_verifier
 from ..workloads import RLConfig
 
 SUMMED = ("rows/", "tokens/", "wire/", "flops/", "time/", "positions/")  # over the updates of a step; others: mean
@@ -92,6 +89,21 @@ def load_prompts(source: str, tokenizer: Any, config: RLConfig, split: Any = "tr
     return Prompts(ids, kept, report)
 
 
+def card(config: RLConfig) -> dict[str, dict[str, Any]]:
+    """What the run card says of objective and batch."""
+    every = config.to_dict()
+    batch = ("prompts", "group", "max_prompt", "max_new_tokens", "temperature", "top_k", "top_p", "rollout_dtype",
+             "length", "share_prompt", "epochs", "minibatches", "verifier", "reward_scale", "mask_truncated",
+             "replay")  # fmt: skip
+    skip = {*batch, *(f.name for f in fields(RunConfig)), "slots", "reward_seconds", "reward_workers", "critic_learner"}
+    return {"objective": {k: v for k, v in every.items() if k not in skip}, "batch": {k: every[k] for k in batch}}
+
+
+def load_data(config: RLConfig, tokenizer: Any) -> Prompts:
+    """The run's training prompts."""
+    return load_prompts(config.data, tokenizer, config)
+
+
 def judge(item: dict[str, Any], answer: str) -> float:
     """By the item's own task, where it has one; else 1 for exactly the right answer, white space around it aside."""
     return score(item, answer) if "entry" in item else float(answer.strip() == str(item["answer"]).strip())
@@ -126,7 +138,6 @@ class Experience:
     rollouts: list[Rollout]
     rewards: list[Reward]  # of every answer, group by group
     texts: list[str]
-    metrics: dict[str, float]
 
     @property
     def answers(self) -> list[Answer]:
@@ -138,89 +149,42 @@ class Experience:
         """[A] int64: the prompt of each answer."""
         return torch.repeat_interleave(torch.tensor([len(r.answers) for r in self.rollouts]))
 
-    def samples(self, fields: Sequence[dict[str, Any]], keep_A: Tensor | None = None) -> list[Sample]:
-        """One family for each prompt, with `fields` of each answer; left-out and empty answers are empty."""
-        kept = [True] * len(fields) if keep_A is None else keep_A.tolist()
-        out, at = [], 0
+    def samples(
+        self, fields: Sequence[dict[str, Tensor]], keep_A: Tensor | None = None, families: set[int] | None = None,
+        after_cut: bool = False,
+    ) -> list[Sample]:  # fmt: skip
+        """One family for each prompt, with `fields` of each answer. What is not in `keep_A` or not in `families` is
+        there as an empty answer, so that answers keep their numbers. `after_cut`: an answer that was cut gets one more
+        token, whatever it is, so that there is a label at its last one and a critic can value what follows."""
+        kept, at, out = [True] * len(fields) if keep_A is None else keep_A.tolist(), 0, []
         for i, rollout in enumerate(self.rollouts):
-            some = range(at, at + len(rollout.answers))
-            ids = [a.ids if kept[n] else [] for n, a in zip(some, rollout.answers)]
-            own = [{k: v if len(x) else v[:0] for k, v in fields[n].items()} for n, x in zip(some, ids)]
+            some = range(at, at := at + len(rollout.answers))
+            here = [kept[n] and (families is None or i in families) for n in some]
+            ids = [a.ids if yes else [] for yes, a in zip(here, rollout.answers)]
+            if after_cut:
+                ids = [[*x, 0] if x and not a.terminated else x for x, a in zip(ids, rollout.answers)]
+            own = [{k: v if yes else v[:0] for k, v in fields[n].items()} for n, yes in zip(some, here)]
             out.append(Sample(rollout.prompt, ids, own, "prompt", i))
-            at += len(rollout.answers)
         return out
 
 
-class Stopwatch:
-    """Seconds of the named parts of a step, the slowest rank's."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def during(self, part: str) -> Iterator[None]:
-        """Count what happens inside under `part`."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
-
-    def metrics(self, world: World) -> dict[str, float]:
-        """time/<part>_s. A collective; forgets what it told."""
-        names = sorted(self.seconds)
-        found = dict(zip((f"time/{name}_s" for name in names), world.max_list([self.seconds[n] for n in names])))
-        self.seconds = {}
-        return found
-
-
-def sampling(config: RLConfig, stop_ids: Sequence[int], step: int) -> Sampling:
-    """How a step's answers are drawn."""
-    return Sampling(
-        max_new_tokens=config.max_new_tokens, n=config.group, temperature=config.temperature, top_k=config.top_k,
-        top_p=config.top_p, stop_ids=tuple(stop_ids), seed=config.seed * 1_000_003 + step,
-    )  # fmt: skip
-
-
-def rollout(
-    engine: Engine, pool: RewardPool, prompts: Prompts, chosen: np.ndarray, how: Sampling, tokenizer: Any,
-    world: World, watch: Stopwatch,
-) -> Experience:  # fmt: skip
-    """Sample and judge answers to the prompts `chosen`; every rank does its share and gets everything. A collective."""
-    mine = np.array_split(np.arange(len(chosen)), world.size)[world.rank]
-    with watch.during("rollout"):
-        ids = [prompts.ids[chosen[i]] for i in mine]
-        found = engine.generate(ids, how, prompt_ids=mine.tolist()) if len(mine) else []
-        world.barrier()
-    with watch.during("reward"):
-        texts = [tokenizer.decode(a.ids, skip_special_tokens=True) for r in found for a in r.answers]
-        items = [prompts.items[chosen[i]] for i, r in zip(mine, found) for _ in r.answers]
-        sequences = [[*r.prompt, *a.ids] for r in found for a in r.answers]
-        rewards = pool.score(items, texts, sequences)
-        everything = world.gather((found, rewards, texts))
-    rollouts, rewards, texts = ([x for part in column for x in part] for column in zip(*everything))
-    answers = [a for r in rollouts for a in r.answers]
-    lengths = [float(len(a.ids)) for a in answers]
-    told = summary(rewards) | {
-        "rollout/answers": float(len(answers)),
-        "rollout/tokens": sum(lengths),
-        "rollout/length": sum(lengths) / max(1, len(answers)),
-        "rollout/truncated": float(sum(a.finish == "length" for a in answers)),
-        "rollout/empty": float(sum(not a.ids for a in answers)),
-        "rollout/version": float(max((int(v) for a in answers for v in a.version[-1:]), default=engine.version)),
-    }
-    return Experience(rollouts, rewards, texts, told)
-
-
 def microbatches(
-    samples: Sequence[Sample], config: RLConfig, layout: Forward, *, whole: bool = False, pad_id: int = 0,
-    report: Report | None = None,
-) -> list[Batch]:  # fmt: skip
-    """This data-parallel rank's microbatches of a step's families: rows of `config.length`, best fit, cut to what is
-    used. `whole` keeps a family in one row."""
-    rows = family_rows(samples, config.length, config.share_prompt, whole=whole, pad_id=pad_id, report=report)
+    samples: Sequence[Sample], config: RLConfig, layout: Forward, report: Report | None = None
+) -> list[Batch]:
+    """This data-parallel rank's microbatches of a step's families: rows of at most `config.length`, best fit."""
+    rows = family_rows(samples, config.length, config.share_prompt, report=Report() if report is None else report)
     each, dp = max(1, config.microbatch_tokens // config.length), layout.mesh.dp
     return [rows.take(part.tolist()).trim() for part in share(np.arange(rows.rows), dp.rank, dp.size, each)]
+
+
+def minibatches(families: int, parts: int, seed: int, step: int, epoch: int) -> list[set[int]]:
+    """Which families each optimizer step of an epoch takes: shuffled, as even as possible, the same on every rank.
+
+    >>> sorted(len(part) for part in minibatches(5, 2, seed=0, step=0, epoch=0))
+    [2, 3]
+    """
+    order = epoch_order(families, seed * 1_000_003 + step, epoch)
+    return [set(part.tolist()) for part in np.array_split(order, parts)]
 
 
 def by_answer(batches: Sequence[Batch], scores: Sequence[Tensor], layout: Forward, answers: int) -> list[Tensor]:
@@ -269,6 +233,12 @@ def replayed(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[list
     return out
 
 
+def prefixed(metrics: dict[str, float], component: str) -> dict[str, float]:
+    """A second learner's metrics beside the policy's: ``grad/norm`` becomes ``critic_grad/norm``."""
+    own = (f"{component}/", f"{component}_", f"loss/{component}")
+    return {name if name.startswith(own) else f"{component}_{name}": value for name, value in metrics.items()}
+
+
 def merge(told: Sequence[tuple[dict[str, float], dict[str, Tensor]]]) -> tuple[dict[str, float], dict[str, Tensor]]:
     """One record of a step's updates: work is added up, losses are averaged, the state is the last one's."""
     metrics: dict[str, float] = {}
@@ -284,43 +254,3 @@ def merge(told: Sequence[tuple[dict[str, float], dict[str, Tensor]]]) -> tuple[d
         for name, x in found.items():
             arrays[name] = x if name not in arrays or name.endswith("/layers") else arrays[name] + x
     return metrics, arrays
-
-
-class Samples:
-    """`samples.jsonl` in the run folder: some answers of every step, with their rewards."""
-
-    def __init__(self, folder: Path, start: int, each: int = 8):
-        self.path, self.each = folder / "samples.jsonl", each
-        old = self.path.read_text().splitlines() if self.path.exists() else []
-        kept = [line for line in old if line.endswith("}") and json.loads(line)["step"] < start]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
-
-    def write(self, step: int, experience: Experience, prompts: Prompts, chosen: np.ndarray, **told: Tensor) -> None:
-        """Append the first answers of a step; `told` has one number for each answer."""
-        lines = []
-        for n, (answer, text, reward) in enumerate(zip(experience.answers, experience.texts, experience.rewards)):
-            if n >= self.each:
-                break
-            item = prompts.items[int(chosen[int(experience.group_A[n])])]
-            line = {"step": step, "question": item["question"], "answer": text, "reward": reward.reward,
-                    "finish": answer.finish, "tokens": len(answer.ids)}  # fmt: skip
-            lines.append(json.dumps(line | {name: float(x[n]) for name, x in told.items()}, ensure_ascii=False))
-        with self.path.open("a") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-
-
-def held_out(
-    engine: Engine, pool: RewardPool, prompts: Prompts, config: RLConfig, stop_ids: Sequence[int], tokenizer: Any,
-    world: World,
-) -> dict[str, float]:  # fmt: skip
-    """Greedy answers to held-out prompts: mean score and share of exact ones. A collective."""
-    how = replace(sampling(config, stop_ids, 0), n=1, temperature=0.0, top_k=0, top_p=1.0)
-    found = rollout(engine, pool, prompts, np.arange(len(prompts)), how, tokenizer, world, Stopwatch())
-    points = [next(iter(r.parts.values())).score for r in found.rewards]
-    exact = sum(p == 1.0 for p in points) / len(points)
-    return {"eval/score": sum(points) / len(points), "eval/exact": exact, "eval/items": float(len(points))}
-
-
-def same_layout(a: LearnerConfig, b: LearnerConfig) -> bool:
-    """Whether two models of a run can share microbatches."""
-    return (a.ep, a.pp, a.elide) == (b.ep, b.pp, b.elide)

@@ -11,7 +11,7 @@ return record.finish()
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,11 +47,13 @@ class Run:
     world: World
     waits: World  # the same ranks, with patience
 
-    def model(self, name: str | None = None, layout: LearnerConfig | None = None) -> Transformer:
-        """This rank's part of the run's model, or of another one. Raises on all ranks what one raises."""
+    def model(
+        self, name: str | None = None, layout: LearnerConfig | None = None, shape: ModelConfig | None = None
+    ) -> Transformer:
+        """This rank's part of the run's model, or of another one: of the layers and experts that a model of `shape`
+        has there. Raises on all ranks what one raises."""
         with together(self.waits):
-            shape = self.shape if name is None else setup.model_shape(name)
-            model = setup.make_model(self.config, shape, self.place, name, layout)
+            model = setup.make_model(self.config, shape or self.shape, self.place, name, layout)
         return model
 
 
@@ -189,10 +191,3 @@ def _summary(run: Run, card: RunCard, out: Path | None, learner: Learner) -> dic
         "seconds": card.seconds, "checkpoint": str(latest(run.folder / CHECKPOINTS) or ""),
         "export": str(out) if out is not None else None,
     }  # fmt: skip
-
-
-def whole_copy(learner: Learner, dtype: torch.dtype | None = None) -> Transformer:
-    """An uninitialised whole model of a learner's shape, for an engine that cannot read the learner's own memory."""
-    device = learner.model.device
-    kind = dtype or next(learner.model.parameters()).dtype
-    return Transformer(replace(learner.model.config), dtype=kind, device=device, seed=None)

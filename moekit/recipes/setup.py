@@ -201,7 +201,9 @@ def make_model(
     name, layout = model or config.model, learner or config.learner
     part = part_of(layout, shape, *place(layout, here.rank, here.world))
     how: dict[str, Any] = {"dtype": DTYPES[config.dtype], "device": here.device, "part": part}
-    return load(name, **how) if Path(name).is_dir() else Transformer(shape, seed=config.seed, **how)
+    if Path(name).is_dir():
+        return load(name, **how)
+    return Transformer(replace(shape, value_head=False), seed=config.seed, **how)
 
 
 def save(

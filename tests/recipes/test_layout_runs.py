@@ -14,7 +14,7 @@ import torch
 import moekit
 from moekit.errors import ConfigError, JobError
 from moekit.learner.weights import from_checkpoint, load
-from moekit.recipes.job import run_sft
+from moekit.recipes.job import run_job
 from moekit.recipes.sft import train
 
 
@@ -98,5 +98,5 @@ def test_bc_054_an_impossible_layout_is_refused_before_a_process_starts(kit, tmp
     for layout, nproc, numbers in (({"ep": 3}, 3, "4 experts.*ep=3"), ({"ep": 2}, 3, "3 ranks.*ep=2"),
                                    ({"pp": 2}, 3, "3 ranks.*pp=2"), ({"pp": 4}, 4, "2 layers.*4")):  # fmt: skip
         with pytest.raises(ConfigError, match=numbers):
-            run_sft(split(kit.config(None), **layout), out=str(tmp_path / "run"), nproc=nproc)
+            run_job(train, split(kit.config(None), **layout), out=str(tmp_path / "run"), nproc=nproc)
         assert not (tmp_path / "run").exists()

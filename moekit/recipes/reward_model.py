@@ -1,0 +1,95 @@
+"""A reward model from preference pairs, as one loop: a value head learns to score the chosen answer higher.
+
+    moekit.submit(train, RewardConfig(model="runs/sft/export", data="pairs.jsonl"), nproc=2)
+    score = scorer("runs/reward")                          # [prompt + answer, ...] -> scores, for rollouts
+
+It has no Hugging Face family; what it leaves is a checkpoint, from which a critic can start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.save import latest
+from ..config import LearnerConfig
+from ..data.families import Sample, family_rows
+from ..data.stream import RowStream
+from ..errors import CheckpointError
+from ..learner.forward import Forward
+from ..learner.learner import Learner
+from ..learner.weights import from_checkpoint
+from ..model.heads import to_value_head
+from ..objectives.reward_model import RewardModel
+from ..workloads import RewardConfig
+from . import pairs, runs
+from .pairs import HeldOut
+from .runs import Recorder
+from .setup import CHECKPOINTS
+
+SHOWN = {"loss": "loss/reward_model", "accuracy": "reward_model/accuracy"}
+
+
+def train(config: RewardConfig) -> dict[str, Any]:
+    """Fit the scores of pairs by the Bradley-Terry model. Every rank calls it.
+    Args: `config`: see `moekit.workloads.RewardConfig`. `out=None` takes the job's folder, or a new one under runs/.
+    Returns: What came out, the same on every rank: run folder, steps, loss, held-out accuracy before and after.
+    Raises: MoekitError: bad input, on all ranks, before anything is written."""
+    objective = RewardModel(center=config.center)
+
+    def load(tokenizer: Any, _: Any) -> Any:
+        return replace(pairs.load(config, tokenizer), labels="last")
+
+    run = runs.begin(config, "reward_model", load)
+    shape = replace(run.shape, value_head=True, tied_head=False)
+    learner = Learner(to_value_head(run.model(shape=shape)), objective, config.learner, run.world)
+    stream = RowStream(run.data, config.batch_pairs, config.seed)
+    start, state = runs.continued(run, learner)
+    runs.restore_stream(run, stream, state)
+    held = HeldOut.of(run)
+    with Recorder(run, learner, start, shown=SHOWN, **pairs.card(config, objective)) as record:
+        first = held.metrics(learner, list) if start == 0 else {}
+        for step in range(start, config.steps):
+            metrics = first | learner.step(pairs.microbatches(run.data, stream.take(), config, learner))
+            if held.due(step):
+                metrics |= held.metrics(learner, list)
+            record.step(step, metrics, learner.counter.arrays(), stream.state())
+            first = {}
+    return record.finish(**held.scores)
+
+
+def scorer(
+    path: str | Path, config: LearnerConfig | None = None, *, device: str = "cpu", rows: int = 8
+) -> Callable[[Sequence[Sequence[int]]], list[float]]:
+    """A trained reward model as a function of token ids, for `moekit.rollout.rewards.ModelReward`.
+
+    Args:
+        path: a run folder or a checkpoint.
+        config: the layout that it runs on; None = alone in this process.
+        rows: sequences of one forward.
+    Raises CheckpointError: no checkpoint, or a model without a value head.
+    """
+    model = from_checkpoint(latest(Path(path) / CHECKPOINTS) or path, device=device)
+    if not model.config.value_head:
+        raise CheckpointError(
+            f"{path} holds a language model, not a reward model; train one with `moekit reward-model`"
+        )
+    layout = Forward(model, config, component="reward")
+
+    def scores(sequences: Sequence[Sequence[int]]) -> list[float]:
+        longest = max(map(len, sequences), default=1)
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+        found = torch.zeros(len(sequences))
+        for at in range(0, len(order), rows):
+            some = order[at : at + rows]
+            samples = [Sample(sequences[i][:1], [sequences[i][1:]]) for i in some]
+            batch = family_rows(samples, longest, share=False, labels="last").trim()
+            (value_M,) = layout.score([batch])
+            answer_M = batch.flat.at_labels("answer")
+            found[torch.tensor(some)[answer_M]] = value_M.float()
+        return found.tolist()
+
+    return scores
