@@ -43,9 +43,9 @@ class Sorted:
         return torch.repeat_interleave(experts, self.count_E, output_size=self.rows)
 
 
-def count(index_R: Tensor, bins: int) -> Tensor:
-    """int64 [bins]: how often each value occurs. `torch.bincount` without its host read on CUDA."""
-    return index_R.new_zeros(bins).scatter_add_(0, index_R, torch.ones_like(index_R))
+def count(index_R: Tensor, bins: int, weight_R: Tensor | None = None) -> Tensor:
+    """int64 [bins]: how often each value occurs, or the sum of its weights. `torch.bincount` without its host read."""
+    return index_R.new_zeros(bins).scatter_add_(0, index_R, torch.ones_like(index_R) if weight_R is None else weight_R)
 
 
 def sort_rows(expert_NK: Tensor, experts: int) -> Sorted:

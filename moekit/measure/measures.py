@@ -19,7 +19,7 @@ class Measures:
 
     A new field is one more entry in `shapes`; bytes are integers, and seconds go in as nanoseconds."""
 
-    decided_LCE: Tensor  # choices of the router, whether or not the row was run
+    decided_LCE: Tensor  # choices of the router, whether or not the row was run; a shared position's for each child
     dispatched_LCE: Tensor  # rows that entered the expert GEMM
     elided_LC: Tensor  # rows proved not to reach the loss, and not run
     dropped_LC: Tensor  # rows over capacity (only with on_overflow="drop")

@@ -275,7 +275,8 @@ class RowCounter:
         tokens/<class>: positions. rows/dispatched, elided, dropped, shared and rows/<class> (dispatched rows):
         summed over layers. rows/backward: dispatched rows of the backward, with pass "forward". load/...: the
         router's decisions for all tokens (`moekit.measure.routing`); load_supervised/...: for supervised tokens.
-        A shared position is one token and one decision here, whatever the number of its children.
+        A position of a shared prompt is one token and K rows, but a decision for each of its children: loads are
+        those of the unshared batch.
         """
         component = component or self.component
         m = self.measures.get((component, pass_name))

@@ -84,9 +84,9 @@ class Dispatcher(Protocol):
     ) -> tuple[Tensor, DispatchCounts | None]: ...
 
 
-def count_CE(class_R: Tensor, expert_R: Tensor, experts: int) -> Tensor:
-    """int64 [C, E]: how many rows there are of each class and expert."""
-    return ops.count(class_R * experts + expert_R, C * experts).view(C, experts)
+def count_CE(class_R: Tensor, expert_R: Tensor, experts: int, weight_R: Tensor | None = None) -> Tensor:
+    """int64 [C, E]: how many rows there are of each class and expert, or the sum of their weights."""
+    return ops.count(class_R * experts + expert_R, C * experts, weight_R).view(C, experts)
 
 
 class LocalDispatcher:
@@ -260,7 +260,9 @@ class Told:
         if self.memo.again:
             self.observer.recompute(layer, counts.dispatched_CE, elided_C, counts.dropped_C)
         else:
-            decided_CE = count_CE(self.flat.class_N.repeat_interleave(top_k), self.expert_NK.reshape(-1), experts)
+            # a position of a shared prompt is one row, but a decision for each of its children
+            class_R, share_R = (x.repeat_interleave(top_k) for x in (self.flat.class_N, self.flat.share_N))
+            decided_CE = count_CE(class_R, self.expert_NK.reshape(-1), experts, share_R)
             self.observer.layer(layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y

@@ -65,7 +65,7 @@ def test_rows_equal_a_recount_of_the_recorded_routes(small, elide):
         for n, chosen in enumerate(route.expert_NK.tolist()):
             for e in chosen:
                 want_CE[classes[n], e] += runs[n]
-                decided_CE[classes[n], e] += 1
+                decided_CE[classes[n], e] += int(flat.share_N[n])  # a shared prompt decides for each child
         np.testing.assert_array_equal(m.dispatched_LCE[at].numpy(), want_CE)
         np.testing.assert_array_equal(m.decided_LCE[at].numpy(), decided_CE)
         np.testing.assert_array_equal(m.elided_LC[at].numpy(), np.bincount(classes[~runs], minlength=4) * k)
