@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import Config
 from ..data.batch import Flat
 from ..errors import ConfigError
 from .base import Terms
@@ -34,7 +35,7 @@ Reference = Literal["resident", "cached"]
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(Config):
     """The loss of pairs; a microbatch holds both answers of each of its pairs (`moekit.data.preference.Pairs`).
 
     Reads at labels ``extra["ref_logprob"]`` (the reference's log-prob of the token), ``extra["family"]`` (which pair)
@@ -65,18 +66,14 @@ class DPO:
         "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected",
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         if not self.beta > 0:
             raise ConfigError(f"DPO.beta={self.beta} must be above 0")
-        if self.kind not in ("sigmoid", "ipo"):
-            raise ConfigError(f"DPO.kind={self.kind!r} is not one of 'sigmoid', 'ipo'")
         if not 0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind == "ipo"):
             raise ConfigError(
                 f"DPO.label_smoothing={self.label_smoothing} must be in [0, 0.5), and 0 with kind='ipo' "
                 f"(kind={self.kind!r})"
             )
-        if self.reference not in ("resident", "cached"):
-            raise ConfigError(f"DPO.reference={self.reference!r} is not one of 'resident', 'cached'")
         if self.update_every is not None and (self.reference == "cached" or self.update_every < 1):
             raise ConfigError(
                 f"DPO.update_every={self.update_every} with reference={self.reference!r}: cached log-probs are one "
