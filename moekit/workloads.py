@@ -1,14 +1,15 @@
 """Settings of the workloads beyond supervised fine-tuning: preferences, reward model, and reinforcement learning.
 
-Defaults are for a small model on a CPU. `presets()` has published recipes, each with its source.
+Defaults are for a small model on a CPU. `published` has recipes of others, each with its source.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from .config import Denominator, Dtype, LearnerConfig, RunConfig, _need
+from .config import Denominator, Dtype, LearnerConfig, RunConfig, Schedule, _need
+from .errors import ConfigError
 
 Reference = Literal["none", "resident", "cached"]
 
@@ -94,6 +95,7 @@ class RLConfig(RunConfig):
     mask_truncated: bool = False  # answers cut at max_new_tokens teach nothing
     verifier: str = "task"  # "task": its own scorer; "math": math-verify; or "package.module:function"
     reward_scale: float = 1.0  # times the score
+    truncated_reward: float | None = None  # of answers cut at max_new_tokens, in place of their own
     reward_seconds: float = 10.0  # one verification may take
     reward_workers: int = 1  # processes on each rank
     eval_data: str | None = None  # held-out prompts; None = held-out items of the task
@@ -175,3 +177,58 @@ def _check_rows(length: int, tokens: int) -> None:
         f"microbatch_tokens={tokens} does not hold one row of length={length}; raise it, or shorten rows",
     )
 
+
+@dataclass(frozen=True)
+class Published:
+    """A published recipe: what differs from the defaults here, where it stands, and what is not the same."""
+
+    config: type[RLConfig]
+    settings: dict[str, Any]
+    lr: float
+    schedule: Schedule
+    source: str
+    departures: str
+
+
+PUBLISHED = {
+    "open-instruct-grpo": Published(
+        GRPOConfig,
+        {"prompts": 48, "group": 16, "minibatches": 2, "max_prompt": 2048, "max_new_tokens": 2048, "length": 4096,
+         "kl": 0.01, "kl_kind": "k3", "reward_scale": 10.0, "truncated_reward": 0.0},
+        5e-7, "constant",
+        "github.com/allenai/open-instruct, scripts/train/tulu3/grpo_fast_8b.sh (Tulu 3.1 8B) and the defaults of its "
+        "grpo_fast.py: verified reward 10, clip 0.2, advantages over the standard deviation, mean over tokens",
+        "there the mean over tokens is one minibatch's on one rank, here it is over the whole optimizer step",
+    ),
+    "tulu3-rlvr-ppo": Published(
+        PPOConfig,
+        {"prompts": 224, "group": 1, "epochs": 4, "max_prompt": 2048, "max_new_tokens": 2048, "length": 4096,
+         "kl": 0.05, "kl_kind": "k1", "kl_in": "reward", "reward_scale": 10.0, "truncated_reward": -10.0,
+         "gamma": 1.0, "lam": 0.95, "value_clip": 0.2},
+        3e-7, "linear",
+        "Lambert et al. 2024 (arXiv 2411.15124), RLVR; github.com/allenai/open-instruct, "
+        "scripts/train/tulu3/ppo_8b.sh; set critic= to a reward model's checkpoint, where the value model starts there",
+        "the critic has an optimizer of its own, so its loss has no coefficient (there 0.1)",
+    ),
+}  # fmt: skip
+
+
+def published(name: str, model: str, data: str, **given: Any) -> RLConfig:
+    """The config of a published recipe, with what is `given` in place of its own settings.
+
+    Raises:
+        ConfigError: no such recipe.
+
+    >>> config = published("tulu3-rlvr-ppo", "dpo/export", "questions.jsonl", critic="reward/checkpoints/step_9")
+    >>> config.reward_scale, config.kl, config.learner.lr
+    (10.0, 0.05, 3e-07)
+    """
+    if name not in PUBLISHED:
+        raise ConfigError(f"no published recipe {name!r}; there are {', '.join(PUBLISHED)}")
+    p = PUBLISHED[name]
+    settings = p.settings | {"microbatch_tokens": 8192} | given
+    if "learner" not in settings:
+        probe = p.config(model, data, **settings)
+        total = probe.steps * probe.updates if p.schedule != "constant" else None
+        settings["learner"] = LearnerConfig(lr=p.lr, schedule=p.schedule, total_steps=total)
+    return p.config(model, data, **settings)

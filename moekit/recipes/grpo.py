@@ -45,7 +45,7 @@ def advantages(experience: Experience, config: GRPOConfig, kl_A: Tensor | None =
     """Of every answer; those that are masked, aborted, empty or without a number have no part in anything.
 
     `kl_A`: divergence of each answer from the reference, for ``kl_in="reward"``."""
-    reward_A = torch.tensor([r.reward if r.valid else float("nan") for r in experience.rewards], dtype=torch.float64)
+    reward_A = experience.rewards_A(config.truncated_reward)
     if kl_A is not None:
         reward_A = reward_A - config.kl * kl_A.to(reward_A)
     valid_A = overlong_valid([a.finish for a in experience.answers], mask_length=config.mask_truncated)

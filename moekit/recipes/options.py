@@ -7,13 +7,13 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..config import Config, DataConfig, FilterConfig, LearnerConfig, RouterLossConfig, RunConfig, SFTConfig
 from ..errors import ConfigError
-from ..workloads import DPOConfig, GRPOConfig, PPOConfig, RewardConfig
+from ..workloads import PUBLISHED, DPOConfig, GRPOConfig, PPOConfig, RewardConfig, RLConfig
 
 C = TypeVar("C", bound=Config)
 Groups = dict[str, dict[str, str]]
@@ -121,6 +121,7 @@ ROLLOUTS: Groups = {
     "rewards": {
         "verifier": "task (its own scorer), math (math-verify), or package.module:function",
         "reward_scale": "times the score",
+        "truncated_reward": "of answers cut at --max-new-tokens (default: their own)",
         "reward_seconds": "limit of one verification",
         "reward_workers": "processes that verify, for each rank",
         "mask_truncated": "answers cut at --max-new-tokens teach nothing",
@@ -217,6 +218,11 @@ def add_options(p: argparse.ArgumentParser, command: Command) -> None:
     g.add_argument("--detach", action="store_true", help="start and return; the job outlives this shell")
     g.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     g.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    if issubclass(command.config, RLConfig):
+        names = [name for name, p in PUBLISHED.items() if p.config is command.config]
+        g.add_argument(
+            "--published", choices=names, help="settings of a published recipe, where no option says otherwise"
+        )
     own = command.config("", "")
     configs = ([DataConfig()] if command.name == "sft" else []) + [RouterLossConfig(), LearnerConfig(), own]
     if command.name != "sft":
@@ -268,6 +274,14 @@ def run_config(command: Command, o: argparse.Namespace) -> RunConfig:
     given: dict[str, Any] = {"out": None, "learner": learner, "export": not getattr(o, "no_export", True)}
     if command.name == "sft":
         given["rows"] = read(DataConfig, o, filter=FilterConfig() if o.filter else None)
+    if getattr(o, "published", None):
+        p, own = PUBLISHED[o.published], command.config("", "")
+        same = {k: v for k, v in p.settings.items() if getattr(o, k) == getattr(own, k)}
+        vars(o).update(same)
+        if o.lr == LearnerConfig().lr:
+            given["learner"] = replace(
+                learner, lr=p.lr, schedule=p.schedule, total_steps=o.steps * o.epochs * o.minibatches
+            )
     if hasattr(o, "value_clip"):
         given["value_clip"] = o.value_clip or None
     return read(command.config, o, **given)

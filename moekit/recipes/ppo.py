@@ -150,7 +150,7 @@ def targets(
     flat = lambda parts: torch.cat([parts[i][:n] for i, n in zip(some, sizes)]) if some else torch.zeros(0)
     answer_N = torch.repeat_interleave(torch.tensor(sizes, dtype=torch.long))
     kl_N = kl_estimate(flat(old), flat(theirs), config.kl_kind)
-    score_A = torch.tensor([experience.rewards[i].reward for i in some], dtype=torch.float32)
+    score_A = experience.rewards_A(config.truncated_reward)[some].float()
     in_reward = bool(config.kl) and config.kl_in == "reward"
     reward_N = token_rewards(score_A, answer_N, kl_N=kl_N, beta=config.kl if in_reward else 0.0)
     ended_A = torch.tensor([answers[i].terminated for i in some], dtype=torch.bool)

@@ -93,8 +93,8 @@ def card(config: RLConfig) -> dict[str, dict[str, Any]]:
     """What the run card says of objective and batch."""
     every = config.to_dict()
     batch = ("prompts", "group", "max_prompt", "max_new_tokens", "temperature", "top_k", "top_p", "rollout_dtype",
-             "length", "share_prompt", "epochs", "minibatches", "verifier", "reward_scale", "mask_truncated",
-             "replay")  # fmt: skip
+             "truncated_reward", "length", "share_prompt", "epochs", "minibatches", "verifier", "reward_scale",
+             "mask_truncated", "replay")  # fmt: skip
     skip = {*batch, *(f.name for f in fields(RunConfig)), "slots", "reward_seconds", "reward_workers", "critic_learner"}
     return {"objective": {k: v for k, v in every.items() if k not in skip}, "batch": {k: every[k] for k in batch}}
 
@@ -148,6 +148,13 @@ class Experience:
     def group_A(self) -> Tensor:
         """[A] int64: the prompt of each answer."""
         return torch.repeat_interleave(torch.tensor([len(r.answers) for r in self.rollouts]))
+
+    def rewards_A(self, truncated: float | None = None) -> Tensor:
+        """[A] float64: rewards; NaN where a verifier gave none, `truncated` where the answer was cut."""
+        out = [r.reward if r.valid else float("nan") for r in self.rewards]
+        if truncated is not None:
+            out = [x if a.terminated else truncated for x, a in zip(out, self.answers)]
+        return torch.tensor(out, dtype=torch.float64)
 
     def samples(
         self, fields: Sequence[dict[str, Tensor]], keep_A: Tensor | None = None, families: set[int] | None = None,
