@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .measure.record import open_run
     from .model.transformer import Transformer
     from .objectives.sft import SFT
+    from .recipes.generate import generate
     from .recipes.layouts import check_layouts
     from .viz.live import live
     from .viz.show import show
@@ -49,6 +50,7 @@ __all__ = [
     "check_layouts",
     "errors",
     "export",
+    "generate",
     "here",
     "live",
     "load",
@@ -80,6 +82,7 @@ _HOMES = {
     "Transformer": "model.transformer",
     "SFT": "objectives.sft",
     "check_layouts": "recipes.layouts",
+    "generate": "recipes.generate",
     "live": "viz.live",
     "show": "viz.show",
 }

@@ -156,7 +156,10 @@ def test_slots_refill_at_once_under_ragged_lengths(small):
     that of list scheduling in the given order."""
     limits = torch.randint(1, 41, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     engine = EmbeddedEngine(small.model(), slots=4)
-    engine.generate([[5, 6]] * 30, Sampling(max_new_tokens=40), limits=limits)
+    found = engine.generate([[5, 6]] * 30, Sampling(max_new_tokens=40), limits=limits)
+    assert [len(a) for a in answers(found)] == limits
+    for a in (r.answers[0] for r in found):  # nothing is left over from a longer answer that had the slot before
+        assert (a.experts[-1] == -1).all() and (a.experts[:-1] >= 0).all()
     free = [0] * 4
     for length in limits:  # a token a step, the first without one
         free.sort()
