@@ -46,17 +46,28 @@ class Microbatch:
     real: int  # without padding
     labels: int  # M
     runs: tuple[tuple[int, int], ...]  # (documents, their length): neighbours that attention takes together
+    children: tuple[tuple[int, int], ...] = ()  # (positions of the shared prompt, own positions)
 
     @staticmethod
     def of(flat: Flat) -> Microbatch:
-        """Of a real one. Children of shared prompts are taken as documents: their copies of keys are not counted."""
-        runs = [(r.documents, r.length) for r in flat.runs] + [(1, c.length) for c in flat.children]
-        return Microbatch(flat.positions, flat.real, flat.label_index_M.shape[0], tuple(runs))
+        """Of a real one."""
+        runs = tuple((r.documents, r.length) for r in flat.runs)
+        children = tuple((c.parent_length, c.length) for c in flat.children)
+        return Microbatch(flat.positions, flat.real, flat.label_index_M.shape[0], runs, children)
 
     @staticmethod
     def full(rows: int, length: int) -> Microbatch:
         """Rows that are one document each, without padding, every position labelled: the most they can take."""
         return Microbatch(rows * length, rows * length, rows * length, ((rows, length),))
+
+    @staticmethod
+    def family(prompt: int, answers: Sequence[int], share: bool) -> Microbatch:
+        """One prompt and its answers, by their lengths, as `moekit.data.families` lays them out without padding."""
+        shared = prompt - 1 if share and len(answers) > 1 else 0
+        runs = ((1, shared),) if shared else tuple((1, prompt + n) for n in answers)
+        children = tuple((shared, prompt - shared + n) for n in answers) if shared else ()
+        positions = sum(n for _, n in (*runs, *children))
+        return Microbatch(positions, positions, sum(answers), runs, children)
 
     def routed(self, elide: Elide, last: bool) -> int:
         """P, in the last layer or in another."""
@@ -133,7 +144,7 @@ def layer_bytes(
     E, K, F, q, kv = shape.experts, shape.top_k, shape.expert_width, H * d, G * d
     low = device == "cpu" and b == 2
     short = [(s, n) for s, n in work.runs if low and n <= SHORT]  # documents whose probabilities are kept
-    long = sum(s * n for s, n in work.runs) - sum(s * n for s, n in short)
+    long = sum(s * n for s, n in work.runs) - sum(s * n for s, n in short) + sum(n for _, n in work.children)
     last = config.elide == "padding+last_layer" and layer == shape.layers - 1
     dense, at = layer in shape.dense_layers, M if last else N
     out = {"input": N * D * b}  # x, kept by the first norm
@@ -152,6 +163,7 @@ def layer_bytes(
         + N * (q + kv) * b  # rotated queries and keys
         + sum(s * n * (kv * (s > 1) + H * n) for s, n in short) * b  # values in another order, probabilities
         + long * (q * b + H * w)  # outputs by document, log-sum-exp
+        + sum((up + n) * (2 * kv + n) for up, n in work.children) * b  # keys and values with the prompt's, the mask
         + N * q * b  # all outputs, joined
     )
     if dense:
