@@ -239,15 +239,14 @@ class _Crew:
 
     def send(self, data: bytes, seconds: float) -> Future[Score]:
         """Queue a job for the first worker that is free."""
-        future: Future[Score] = Future()
-        self.jobs.put((future, data, seconds))
+        self.jobs.put((future := Future(), data, seconds))
         return future
 
     def serve(self, started: Future) -> None:
         """One worker's thread: it starts the worker, hands it job after job, and replaces it when it must."""
         try:
             worker = _Worker(self)
-        except BackendError as problem:
+        except BaseException as problem:  # noqa: BLE001 (no process, no memory: whoever waits must hear of it)
             return started.set_exception(problem)
         started.set_result(None)
         for future, data, seconds in iter(self.jobs.get, None):
@@ -261,7 +260,7 @@ class _Crew:
                     raise BackendError("the reward pool was closed while this answer was judged")
                 future.set_result(found)
                 if worker.ended:  # a new one starts while nobody waits for it; if it cannot, the next job says why
-                    with suppress(BackendError):
+                    with suppress(Exception):
                         worker = worker.replaced(self)
             except BaseException as problem:  # noqa: BLE001 (a thread that ended unheard would leave its jobs waiting)
                 future.set_exception(problem)

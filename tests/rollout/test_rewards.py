@@ -228,6 +228,21 @@ def test_what_cannot_work_is_said_before_any_score():
     assert not below()
 
 
+def test_a_machine_that_can_start_no_process_is_said_at_once_and_later(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no more processes")
+
+    with RewardPool([Verifier("v", behave)], workers=1) as pool:
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(OSError, match="no more processes"):
+            RewardPool([Verifier("v", behave)], workers=1)
+        assert pool.score([1.0], ["die"])[0].parts["v"].verdict == "crash"
+        with pytest.raises(OSError, match="no more processes"):
+            pool.score([1.0], ["good"])
+        monkeypatch.undo()
+        assert pool.score([1.0], ["good"])[0].reward == 1.0
+
+
 def test_an_idle_worker_that_was_killed_is_replaced_and_no_answer_pays_for_it():
     with RewardPool([Verifier("v", behave)], workers=2) as pool:
         killed = below()
