@@ -370,7 +370,7 @@ def whole() -> str:
         ops.set_backend(backend)  # type: ignore[arg-type]
         try:
             model = tiny(device)
-            out = model(batch.to(device), record=True)
+            out = model(batch.flat.to(device), record=True)
             out.logprob_M.sum().backward()
             found.append((out.logprob_M, {n: p.grad for n, p in model.named_parameters()}, out.routes))
         finally:

@@ -2,7 +2,7 @@
 
 Source of every entry so far: arithmetic and the compiler, no measurement. No GPU has run these kernels yet. A shape is
 shipped when it compiles for sm_90 and sm_100 without spills, within 227 KB of shared memory and with the matrix unit in
-use (`tests/kernels/test_aot.py`). `benchmarks/gpu.py` is where a measurement would come from; name it here then.
+use (`tests/kernels/test_aot.py`). `benchmarks/gpu.py` prints lines to paste, each with its measurement.
 
 Rows of an expert are cut into tiles of `rows`, so an expert with n rows wastes ceil(n / rows) * rows - n of them. The
 mean R / E is known without a device read and decides the height: 16 is the least a matrix instruction takes, from 64 on

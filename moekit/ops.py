@@ -1,8 +1,8 @@
 """The only door to kernels: every operation by name, and which form of it runs where, and why.
 
 Four backends: "auto" picks the fastest form for the tensors at hand, "triton" insists on Triton kernels where there are
-any (expert feed-forward), "torch" is the portable fast form, "reference" the plain form that the others are tested
-against. `explain()` says what each operation would run and why.
+any, "torch" is the portable fast form, "reference" the plain form that the others are tested against. `explain()` says
+what each operation would run and why.
 
 Axis letters: N positions, K experts per position, R routed rows, E experts, D width, F expert width, S documents,
 L their length, H query heads, G key/value heads.
@@ -177,7 +177,7 @@ def explain(
     place = torch.device(device)
     wide = f"forward and dgrad in MXFP8, wgrad in {dtype} from values that were not quantised"
     mx = f"{': '.join(_mxfp8(place, dtype))}; {wide}"
-    return words.explain(_backend, place, dtype, length, _triton(place, dtype), mx)
+    return words.explain(_backend, place, dtype, length, _triton(place, dtype), _triton(place, torch.float32), mx)
 
 
 def replay_choices(recorded: dict[str, Any]) -> None:
@@ -220,13 +220,6 @@ def _mx_operands(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Operands, Op
     return found
 
 
-def _fusable(*tensors: Tensor) -> str:
-    """Why fused log-probs cannot take these; empty = they can."""
-    kinds = {t.dtype for t in tensors}
-    fits = len(kinds) == 1 and kinds <= {torch.float32, torch.bfloat16}
-    return "" if fits else f"fused log-probs take one dtype, float32 or bfloat16, not {kinds}"
-
-
 @_there
 def choose_experts(logits_NE: Tensor, score_NE: Tensor, top_k: int, gate: str, bias_E: Tensor | None = None) -> Tensor:
     """The K experts of largest score + bias of each position, best first: [N, K] int64, distinct.
@@ -264,8 +257,10 @@ def token_logprobs(
     """Log-probability of each label: `moekit.objectives.logprobs.token_logprobs` says more."""
     if _plain():
         return reference.token_logprobs(hidden_MD, head_VD, label_M, temperature)
-    form: Any = logprobs.token_logprobs
-    if _runs_triton("token_logprobs", hidden_MD, _fusable(hidden_MD, head_VD)):
+    form, kinds = logprobs.token_logprobs, {hidden_MD.dtype, head_VD.dtype}
+    fits = kinds in ({torch.float32}, {torch.bfloat16})
+    limit = "" if fits else f"fused log-probs take one dtype, float32 or bfloat16, not {kinds}"
+    if _runs_triton("token_logprobs", hidden_MD, limit):
         from .kernels.token_logprobs_triton import token_logprobs as fused
 
         form = lambda *args, **options: fused(*args, **options)[0]

@@ -114,6 +114,21 @@ def test_which_form_of_mxfp8_a_gpu_runs(capability, says, monkeypatch):
         ops.set_backend(before)
 
 
+def test_what_runs_on_cuda_depends_on_the_dtype(monkeypatch):
+    """float16 has no fused log-probs, float64 no Triton matmul: that one reads the host, and both still sort there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for dtype, kernels in (
+        (torch.bfloat16, {"moe_ffn", "expert_ffn", "choose_experts", "token_logprobs"}),
+        (torch.float16, {"moe_ffn", "expert_ffn", "choose_experts"}),
+        (torch.float64, set()),
+    ):
+        said = ops.explain("cuda", dtype)
+        found = {name for name, what in said.items() if what.startswith("triton") and name != "mxfp8"}
+        assert found == kernels | {"sort_rows", "rows_by_address"}
+        assert ("reads row counts on the host" in said["moe_ffn"]) == (dtype == torch.float64)
+    assert "float32 or bfloat16" in ops.explain("cuda", torch.float16)["token_logprobs"]
+
+
 def test_unknown_backend_is_refused():
     with pytest.raises(BackendError, match="'cuda'.*'auto', 'triton', 'torch' or 'reference'"):
         ops.set_backend("cuda")

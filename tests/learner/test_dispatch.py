@@ -200,7 +200,7 @@ def test_the_dispatcher_of_a_configuration(monkeypatch):
     before = ops.set_backend("torch")
     try:
         made = make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise"), World(0, 2), 8)
-        assert made.explain.startswith("rowwise, padded: CUDA ranks on one host, rows by address refused: set_backend")
+        assert made.explain.startswith("rowwise, padded: CUDA ranks on one host, rows by address refused")
         with pytest.raises(BackendError, match=r"set_backend\('torch'\).*transport='padded'"):
             make_dispatcher(LearnerConfig(ep=2, dispatch="rowwise", transport="symmetric"), World(0, 2), 8)
         ops.set_backend("auto")
