@@ -75,7 +75,9 @@ class ValueLoss:
         square_M = plain_M = (value_M - return_M).square()
         if self.clip is not None:
             old_M = flat.at_labels("old_value").to(value_M.dtype)
-            near_M = old_M + (value_M - old_M).clamp(-self.clip, self.clip)
+            moved_M = value_M - old_M
+            near_M = old_M + moved_M.clamp(-self.clip, self.clip)
+            near_M = torch.where(moved_M.abs() > self.clip, near_M, value_M)  # old + (value - old) may round off value
             square_M = torch.maximum(plain_M, (near_M - return_M).square())
         with torch.no_grad():
             error_M = return_M - value_M
