@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from .sampling import draw_key
 from .score import score
 from .slots import Group, Slots, Stats
 
-Running = Literal["recompute", "abort", "finish"]
+RUNNING = ("recompute", "abort", "finish")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -65,17 +64,15 @@ class EmbeddedEngine:
 
     def __init__(
         self, model: Transformer | ModelConfig, *, dtype: str | None = None, version: int = 0, slots: int = 64,
-        ahead: int = 4096, running: Running = "recompute", device: torch.device | str | None = None,
+        ahead: int = 4096, running: str = "recompute", device: torch.device | str | None = None,
     ):  # fmt: skip
         config = model if isinstance(model, ModelConfig) else model.config
         if config.value_head:
             raise ConfigError("this model has a value head and no vocabulary to sample from; give the policy")
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-        if running not in ("recompute", "abort", "finish") or slots < 1 or ahead < 1:
-            raise ConfigError(
-                f"running={running!r} must be 'recompute', 'abort' or 'finish'; slots={slots}, ahead={ahead} at least 1"
-            )
+        if running not in RUNNING or slots < 1 or ahead < 1:
+            raise ConfigError(f"running={running!r} is not one of {RUNNING}, or slots={slots}, ahead={ahead} below 1")
         whole = None if isinstance(model, ModelConfig) else _whole(model)
         kind = DTYPES[dtype] if dtype else torch.float32 if whole is None else whole.head_weight.dtype
         self.model = Transformer(config, dtype=kind, device=device or (whole.device if whole else None), seed=None)
@@ -97,8 +94,7 @@ class EmbeddedEngine:
         kind = str(_whole(model).head_weight.dtype).removeprefix("torch.")
         if how.get("dtype") not in (None, kind):
             raise ConfigError(
-                f"parameters in {kind} cannot be shared with an engine in {how['dtype']}; make EmbeddedEngine(model, "
-                "dtype=...), which keeps a copy"
+                f"{kind} cannot be shared with an engine in {how['dtype']}; make EmbeddedEngine(model, ...)"
             )
         engine = cls(model.config, **how, device="meta")
         engine.model, engine.shared, engine._version, engine._broken = model, True, version, ""
@@ -110,12 +106,9 @@ class EmbeddedEngine:
     @property
     def capabilities(self) -> Capabilities:
         """Everything; a shared model needs no update, and so cannot finish answers before one."""
-        updates = () if self.shared else ("atomic", "in_place")
-        running = ("recompute", "abort", *(() if self.shared else ("finish",)))
-        return Capabilities(
-            "embedded", logprobs=True, routes=bool(self.model.config.moe_layers), versions=True, seeds=True, score=True,
-            stop_sequences=True, updates=updates, running=running,
-        )  # fmt: skip
+        updates, running = ((), RUNNING[:2]) if self.shared else (("atomic", "in_place"), RUNNING)
+        routes = bool(self.model.config.moe_layers)
+        return Capabilities("embedded", True, routes, True, True, True, True, updates, running)
 
     @property
     def version(self) -> int:
@@ -141,8 +134,7 @@ class EmbeddedEngine:
 
         Cost: each prompt once, whatever `n`; then a pass over one token a slot for every step.
         """
-        out = [Rollout(list(p), None, []) for p in prompts]
-        found = list[Finished]()
+        out, found = [Rollout(list(p), None, []) for p in prompts], list[Finished]()
         for one in self.stream(prompts, sampling, prompt_ids=prompt_ids, limits=limits):
             found.append(one)
             if told:
@@ -162,15 +154,14 @@ class EmbeddedEngine:
             raise EngineError("the engine is generating already; finish that stream, or close it, first")
         if not groups:
             return
-        slots = min(self.slots, len(groups) * sampling.n)
         self._ready()
-        self._sampler = threading.get_ident()
-        self._batch = batch = Slots(
-            self.model, sampling, groups, slots, self.ahead, self.counter, self.stats, lambda: self.version
-        )
+        self._sampler, slots = threading.get_ident(), min(self.slots, len(groups) * sampling.n)
+        run = (self.ahead, self.counter, self.stats, lambda: self.version)
+        self._batch = batch = Slots(self.model, sampling, groups, slots, *run)
         try:
-            while batch.running or batch.done:
-                for group, sample, answer in batch.finished():
+            while batch.n or batch.waiting or batch.done:
+                while batch.done:
+                    group, sample, answer = batch.done.popleft()
                     experts = None if group.experts is None else group.experts.cpu().clone()
                     yield Finished(group.index, sample, answer, experts)
                 self._ready()
@@ -186,33 +177,28 @@ class EmbeddedEngine:
     ) -> list[Rollout]:
         """Given answers as if they had been sampled: log-probs and experts from whole forward passes, without a cache.
 
-        Raises ConfigError, EngineError: as `generate`; a score needs no slot and may run beside a stream.
+        Raises:
+            ConfigError: an empty prompt, or not as many groups of answers as prompts.
+            DataError: a token outside the vocabulary, or a sequence past the model's positions.
+            EngineError: as `generate`; a score needs no slot and may run beside a stream.
         """
-        if len(prompts) != len(answers):
-            raise ConfigError(f"score: {len(prompts)} prompts, but answers to {len(answers)}")
-        longest = max((len(a) for group in answers for a in group), default=0)
-        self._groups(prompts, Sampling(max_new_tokens=max(longest, 1)), None, None)
+        if len(prompts) != len(answers) or not all(map(len, prompts)):
+            raise ConfigError(f"score: {len(prompts)} prompts, answers to {len(answers)}, or a prompt of 0 tokens")
         self._ready()
         pairs = [(list(p), list(a)) for p, group in zip(prompts, answers) for a in group]
         with self._lock:
-            scored = iter(score(self.model, pairs, sampling, self.counter, self.ahead))
-            version = self.version
+            found, version = iter(score(self.model, pairs, sampling, self.counter, self.ahead)), self.version
         out = []
         for prompt, group in zip(prompts, answers):
-            rollout = Rollout(list(prompt), None, [])
-            for answer in group:
-                logprobs, experts = next(scored)
-                mine = None
-                if experts is not None:
-                    rollout.prompt_experts, mine = experts[: len(prompt)], experts[len(prompt) :]
+            rollout, P = Rollout(list(prompt), None, []), len(prompt)
+            for answer, (logprobs, experts) in zip(group, found):
+                rollout.prompt_experts, mine = (None, None) if experts is None else (experts[:P], experts[P:])
                 versions, finish = torch.full((len(answer),), version), "stop" if sampling.stopped(answer) else "length"
                 rollout.answers.append(Answer(list(answer), logprobs, mine, versions, finish))
             out.append(rollout)
         return out
 
-    def update_weights(
-        self, source: Mapping[str, Tensor] | Transformer, version: int, mode: str = "atomic"
-    ) -> None:  # fmt: skip
+    def update_weights(self, source: Mapping[str, Tensor] | Transformer, version: int, mode: str = "atomic") -> None:
         """Take new weights, cast to the engine's dtype; `source` has every parameter and buffer by the model's names.
 
         "atomic" copies all of them before the first is switched (one more copy of the weights for that time): after a
@@ -242,9 +228,7 @@ class EmbeddedEngine:
         Another thread that generates waits; this one is told. Raises EngineError: this thread is the one that samples.
         """
         if self._batch is not None and self._sampler == threading.get_ident():
-            raise EngineError(
-                "this thread samples, and nothing is sampled while it takes no answer; pause from another"
-            )
+            raise EngineError("this thread samples, and does not while it takes no answer; pause from another")
         self._paused_by = threading.get_ident()
         self._go.clear()
         with self._lock:
@@ -279,13 +263,12 @@ class EmbeddedEngine:
             limit = sampling.max_new_tokens if limits is None else min(limits[i], sampling.max_new_tokens)
             if limit < 1 or not 0 < len(prompt) <= config.max_positions - limit:
                 raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={limit} and the model's "
-                    f"{config.max_positions} positions it needs 1 to {config.max_positions - max(limit, 1)}, and room "
-                    "for one new token"
+                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={limit} (at least 1) and the model's "
+                    f"{config.max_positions} positions it needs 1 to {config.max_positions - max(limit, 1)}"
                 )
             if not 0 <= min(prompt) <= max(prompt) < config.vocab:
                 raise ConfigError(
-                    f"prompt {i} holds token {max(prompt)} or {min(prompt)}, outside 0..{config.vocab - 1}"
+                    f"prompt {i} holds a token outside 0..{config.vocab - 1}: {min(prompt)} or {max(prompt)}"
                 )
             name = i if prompt_ids is None else int(prompt_ids[i])
             keys = [draw_key(sampling.seed, name, sample) for sample in range(sampling.n)]
@@ -315,19 +298,17 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _load(self, values: Mapping[str, Tensor], mode: str) -> None:
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         if wrong := sorted(own.keys() ^ set(values)):
             kind = "has no" if wrong[0] in own else "has an unknown"
             raise ConfigError(
-                f"the update {kind} {wrong[0]} ({len(wrong)} names differ); send the whole model by its names"
+                f"the update {kind} {wrong[0]} ({len(wrong)} names differ); send every parameter and buffer"
             )
 
         def value(name: str) -> Tensor:
             found, like = values[name].detach(), own[name]
             if found.shape != like.shape:
-                raise ConfigError(
-                    f"the update's {name} has shape {tuple(found.shape)}, the engine's {tuple(like.shape)}"
-                )
+                raise ConfigError(f"the update's {name} has shape {tuple(found.shape)}, not {tuple(like.shape)}")
             return found
 
         if mode == "atomic":
@@ -343,8 +324,6 @@ class EmbeddedEngine:
 
 def _whole(model: Transformer) -> Transformer:
     if model.part != Part.whole(model.config):
-        raise ConfigError(
-            f"only layers {model.part.stages} and experts {model.part.experts} are here; an engine serves a whole "
-            "model: make EmbeddedEngine(config) and give it the gathered weights by update_weights"
-        )
+        here = f"only layers {model.part.stages} and experts {model.part.experts} are here"
+        raise ConfigError(f"{here}; make EmbeddedEngine(config) and give it gathered weights by update_weights")
     return model

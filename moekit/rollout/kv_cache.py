@@ -149,9 +149,7 @@ def prefill(model: Transformer, prompts: Sequence[Sequence[int]], counter: RowCo
 
     for i, block in model.blocks.items():
         needed = last_S if i == model.config.layers - 1 else None
-        x_ND, route = block(
-            x_ND, flat, angles, attend=attend, needed_M=needed, real=flat.real, observer=counter
-        )  # fmt: skip
+        x_ND, route = block(x_ND, flat, angles, attend=attend, needed_M=needed, real=flat.real, observer=counter)
         routes.append(route)
     if counter is not None:
         counter.positions(flat)

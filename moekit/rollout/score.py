@@ -5,7 +5,7 @@ Axis letters: N positions seen flat, M answer tokens, L layers that route, K exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,13 @@ from .engine import Sampling
 from .sampling import logprob_of
 
 ROWS = 2048  # logits at once
+Pair = tuple[list[int], list[int]]  # prompt, answer
 Scored = tuple[Tensor, Tensor | None]  # log-probs [answer] float32; experts [prompt + answer, L, K] int16
 
 
 def score(
-    model: Transformer,
-    pairs: Sequence[tuple[list[int], list[int]]],
-    sampling: Sampling,
-    counter: RowCounter | None = None,
-    budget: int = 4096,
-) -> list[Scored]:
+    model: Transformer, pairs: Sequence[Pair], sampling: Sampling, counter: RowCounter, budget: int = 4096
+) -> list[Scored]:  # fmt: skip
     """Score answers to prompts under the distribution that `sampling` draws from.
 
     Args:
@@ -39,26 +36,17 @@ def score(
         For each pair the log-probs of its answer, -inf where top-k or top-p leaves a token out, and the experts chosen
         at every position. The last position is read by the model here and by no engine: -1, as in sampled answers.
     """
-    out: list[Scored] = []
-    for chunk in _chunks(pairs, budget):
-        out += _score(model, chunk, sampling, counter)
+    out, at = list[Scored](), 0
+    while at < len(pairs):
+        stop, tokens = at, 0
+        while stop < len(pairs) and (stop == at or tokens + sum(map(len, pairs[stop])) <= budget):
+            stop, tokens = stop + 1, tokens + sum(map(len, pairs[stop]))
+        out, at = [*out, *_score(model, pairs[at:stop], sampling, counter)], stop
     return out
 
 
-def _chunks(pairs: Sequence[tuple[list[int], list[int]]], budget: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    chunk, tokens = [], 0
-    for prompt, answer in pairs:
-        size = len(prompt) + len(answer)
-        if chunk and tokens + size > budget:
-            yield chunk
-            chunk, tokens = [], 0
-        chunk, tokens = [*chunk, (prompt, answer)], tokens + size
-    if chunk:
-        yield chunk
-
-
 @torch.no_grad()
-def _score(model: Transformer, chunk: list[tuple[list[int], list[int]]], sampling: Sampling, counter) -> list[Scored]:
+def _score(model: Transformer, chunk: Sequence[Pair], sampling: Sampling, counter: RowCounter) -> list[Scored]:
     sizes = torch.tensor([len(p) + len(a) for p, a in chunk])
     ids_N = torch.tensor([i for p, a in chunk for i in (*p, *a)])
     segment_N = torch.repeat_interleave(torch.arange(len(chunk)), sizes)
@@ -66,12 +54,9 @@ def _score(model: Transformer, chunk: list[tuple[list[int], list[int]]], samplin
     predicts_N = torch.cat((answer_N[1:], answer_N.new_zeros(1)))  # the next token belongs to an answer
     label_N = torch.where(predicts_N, ids_N.roll(-1), -100)
     batch = Batch.make(ids_N[None], labels=label_N[None], segment=segment_N[None])
-    if counter is None:
-        out = model(batch, elide="padding+last_layer", record=True)
-    else:
-        with counter.during("score"):
-            out = model(batch, elide="padding+last_layer", record=True, observer=counter)
-            counter.positions(out.flat)
+    with counter.during("score"):
+        out = model(batch, elide="padding+last_layer", record=True, observer=counter)
+        counter.positions(out.flat)
     parts = zip(out.hidden_MD.split(ROWS), out.flat.label_M.split(ROWS))
     scores = [logprob_of(F.linear(h, model.head_weight), t, sampling).float() for h, t in parts]
     order_N = out.flat.order_N

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,11 +100,6 @@ class Slots:
         self.stops = np.array(self.sampling.stop_ids, np.int64)
         self.sequences = [np.array(s) for s in self.sampling.stop_sequences]
         self.weights: int | None = self.version()  # that the keys in the cache are of; None = others than now
-
-    @property
-    def running(self) -> bool:
-        """Whether an answer is still to be made."""
-        return bool(self.n or self.waiting)
 
     def step(self, admit: bool = True) -> None:
         """Start what there is room for, then one token more for every slot."""
@@ -198,7 +193,7 @@ class Slots:
 
     def _hand_out(self, s: int, finish: Finish) -> None:
         (g, sample), count = self.owner[s].tolist(), int(self.count[s])
-        experts = self.experts[s, :count].cpu().clone() if self.experts.shape[2] else None
+        experts = self._experts(s, count)
         logprobs, versions = (torch.from_numpy(x[s, :count].copy()) for x in (self.logprobs, self.versions))
         answer = Answer(self.ids[s, :count].tolist(), logprobs, experts, versions, finish)
         self.done.append((self.groups[g], sample, answer))
@@ -206,6 +201,9 @@ class Slots:
         if s < self.n:
             self._move(s, self.n)
         self.cache.groups = None
+
+    def _experts(self, s: int, count: int) -> Tensor | None:
+        return self.experts[s, :count].cpu().clone() if self.experts.shape[2] else None
 
     def _move(self, to: int | np.ndarray, of: int | np.ndarray) -> None:
         """Slots `of` become slots `to`."""
@@ -238,12 +236,5 @@ class Slots:
             self._hand_out(s, "abort")
         while waiting and self.waiting:
             group = self.waiting.popleft()
-            experts = self.experts[0, :0].cpu().clone() if self.experts.shape[2] else None
-            none = torch.zeros(0), experts, torch.zeros(0, dtype=torch.int64)
-            for sample in range(group.started, len(group.key)):
-                self.done.append((group, sample, Answer([], *none, "abort")))
-
-    def finished(self) -> Iterator[tuple[Group, int, Answer]]:
-        """Take what is finished."""
-        while self.done:
-            yield self.done.popleft()
+            none = Answer([], torch.zeros(0), self._experts(0, 0), torch.zeros(0, dtype=torch.int64), "abort")
+            self.done.extend((group, sample, none) for sample in range(group.started, len(group.key)))

@@ -209,7 +209,7 @@ def test_bad_requests_are_refused_before_any_work(small):
     for prompts, how, words in (
         ([[1], [1] * 60], {}, "prompt 1 has 60 tokens; with max_new_tokens=8 .* 64 positions it needs 1 to 56"),
         ([[1], []], {}, "prompt 1 has 0 tokens"),
-        ([[1], [50]], {}, r"prompt 1 holds token 50 or 50, outside 0\.\.49"),
+        ([[1], [50]], {}, r"prompt 1 holds a token outside 0\.\.49: 50 or 50"),
         ([[1]], {"prompt_ids": [1, 2]}, "1 prompts, but 2 prompt_ids"),
         ([[1]], {"limits": [0]}, "prompt 0 has 1 tokens; with max_new_tokens=0"),
     ):
@@ -217,7 +217,7 @@ def test_bad_requests_are_refused_before_any_work(small):
             engine.generate(prompts, Sampling(max_new_tokens=8), **how)
     assert engine.counter.host() == {} and engine.stats.steps == 0
     assert engine.generate([], Sampling()) == [] and engine.score([], [], Sampling()) == []
-    with pytest.raises(ConfigError, match="1 prompts, but answers to 2"):
+    with pytest.raises(ConfigError, match="1 prompts, answers to 2"):
         engine.score([[1]], [[[1]], [[2]]], Sampling())
     with pytest.raises(ConfigError, match="value head"):
         EmbeddedEngine(replace(small.config, value_head=True))
