@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import errors
+from .. import errors, ops
 from ..checkpoint.export import choose_family
 from ..checkpoint.huggingface import check_tokenizer, read_config
 from ..checkpoint.save import latest, read_manifest, retain
 from ..config import LearnerConfig, ModelConfig, RunConfig
 from ..data.chat import load_tokenizer
-from ..errors import CheckpointError, ConfigError, DataError, RunExistsError, StorageError
+from ..errors import BackendError, CheckpointError, ConfigError, DataError, RunExistsError, StorageError
 from ..launch.folder import OWNED
 from ..launch.worker import Here
 from ..learner.learner import Learner
@@ -213,7 +213,7 @@ def save(
 
     It is written behind the next steps; only the last step waits for the disk. A critic goes to a folder of its own,
     before: a step whose policy is there has its critic too."""
-    extra = {"done": done, "state": state, "config": config.to_dict()}
+    extra = {"done": done, "state": state, "config": config.to_dict(), "kernels": ops.choices()}
     if critic is not None:
         critic.save(folder / CRITIC / f"step_{done}", {"done": done}, overwrite=True, wait=True)
     learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True, wait=done == config.steps)
@@ -240,6 +240,10 @@ def restore(
     if extra["done"] > config.steps:
         raise ConfigError(f"{found} is {extra['done']} steps on, but steps={config.steps}; ask for more, or a new run")
     learner.restore(found)
+    try:
+        ops.replay_choices(extra.get("kernels", {}))
+    except BackendError as e:
+        print(f"resumed, but not bitwise: {e}", flush=True)
     if critic is not None:
         critic.restore(folder / CRITIC / found.name)
     return extra["done"], extra["state"]
