@@ -166,7 +166,7 @@ class EmbeddedEngine:
                     yield Finished(group.index, sample, answer, experts)
                 self._ready()
                 with self._lock, torch.no_grad():
-                    if batch.weights != self.version:
+                    if batch.stale or batch.weights != self.version:
                         batch.renew(abort=self.when_running == "abort")
                     batch.step()
         finally:
@@ -218,7 +218,7 @@ class EmbeddedEngine:
                 with torch.no_grad():
                     while self.when_running == "finish" and self._batch.n:
                         self._batch.step(admit=False)
-                self._batch.weights = None
+                self._batch.stale = True
             self._load(values, mode)
             self._version = version
 

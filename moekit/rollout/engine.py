@@ -158,21 +158,25 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What can be asked for."""
+        ...
 
     @property
     def version(self) -> int:
         """Of the weights that serve now: the learner's step at the transfer."""
+        ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, prompt_ids: Sequence[int] | None = None,
         told: Told | None = None,
     ) -> list[Rollout]:  # fmt: skip
         """Answers to each prompt, in order. `prompt_ids` key the draws; absent = 0, 1, ..."""
+        ...
 
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]], sampling: Sampling
     ) -> list[Rollout]:
         """Given answers with the log-probs and experts that the engine's weights give them."""
+        ...
 
     def update_weights(self, source: Mapping[str, Tensor] | Any, version: int, mode: str = "atomic") -> None:
         """Take new weights, by parameter name."""

@@ -99,7 +99,7 @@ class Slots:
         )  # fmt: skip
         self.stops = np.array(self.sampling.stop_ids, np.int64)
         self.sequences = [np.array(s) for s in self.sampling.stop_sequences]
-        self.weights: int | None = self.version()  # that the keys in the cache are of; None = others than now
+        self.weights, self.stale = self.version(), False  # what the keys in the cache are of; they are others now
 
     def step(self, admit: bool = True) -> None:
         """Start what there is room for, then one token more for every slot."""
@@ -213,7 +213,7 @@ class Slots:
 
     def renew(self, abort: bool) -> None:
         """The weights are others now: what was read with the old ones is read again, or running answers end here."""
-        self.weights = self.version()
+        self.weights, self.stale = self.version(), False
         for group in self.waiting:
             group.prefix = None
         if abort:
