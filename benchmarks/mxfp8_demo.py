@@ -21,6 +21,7 @@ from moekit.model.transformer import Transformer
 from moekit.recipes import demo, sft
 
 LAST = 20
+RUNS = ("model", "mxfp8", "float32")  # bfloat16 parameters; with MXFP8 experts; float32 parameters, as a control
 
 
 def run(folder: Path, seed: int, precision: str, steps: int) -> None:
@@ -33,8 +34,10 @@ def run(folder: Path, seed: int, precision: str, steps: int) -> None:
     initial = folder / f"initial_{seed}"
     export(Transformer(shape, seed=seed), initial, folder / "tokenizer", overwrite=True)
     base = demo._config(folder, steps)
-    out, learner = str(folder / f"{precision}_{seed}"), replace(base.learner, precision=precision)
-    sft.train(replace(base, model=str(initial), out=out, dtype="bfloat16", seed=seed, export=False, save_every=None,
+    dtype = "float32" if precision == "float32" else "bfloat16"
+    learner = replace(base.learner, precision="mxfp8" if precision == "mxfp8" else "model")
+    out = str(folder / f"{precision}_{seed}")
+    sft.train(replace(base, model=str(initial), out=out, dtype=dtype, seed=seed, export=False, save_every=None,
                       rows=replace(base.rows, seed=seed), learner=learner, overwrite=True))  # fmt: skip
 
 
@@ -50,18 +53,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", choices=("model", "mxfp8"))
+    parser.add_argument("--precision", choices=RUNS)
     parser.add_argument("--steps", type=int, default=demo.STEPS)
     args = parser.parse_args()
     if args.precision:
         torch.set_num_threads(1)
         return run(args.folder, args.seed, args.precision, args.steps)
-    print("seed  steps  bfloat16   mxfp8   ratio   seconds a step")
+    print("seed  run      steps  final loss  to bfloat16  seconds a step")
     for seed in range(100):
-        pair = [args.folder / f"{precision}_{seed}" for precision in ("model", "mxfp8")]
-        if all(path.is_dir() for path in pair):
-            (steps, wide, wide_s), (_, mx, mx_s) = map(final, pair)
-            print(f"{seed:4d}  {steps:5d}  {wide:8.4f}  {mx:6.4f}  {mx / wide:.4f}   {wide_s:.2f}, {mx_s:.2f}")
+        found = {p: final(args.folder / f"{p}_{seed}") for p in RUNS if (args.folder / f"{p}_{seed}").is_dir()}
+        for precision, (steps, loss, seconds) in found.items():
+            ratio = loss / found["model"][1] if "model" in found else float("nan")
+            print(f"{seed:4d}  {precision:<7}  {steps:5d}  {loss:10.4f}  {ratio:11.3f}  {seconds:14.2f}")
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def rate_by_rows(rows: Sequence[int], rates: Mapping[str, Sequence[float]], *, s
     at = crossover(rows, lines[0][1], of=max(bound[1]))
     if math.isfinite(at):
         fig.add_shape(type="line", x0=at, x1=at, y0=0, y1=1, yref="paper", line=RULER)
-        note(fig, f"half of the bound: {at:.2g} rows", math.log10(at), 0, axes=("x", "paper"), stand="right bottom",
-             shift=(-6, 6), colour=MUTED)  # fmt: skip
+        note(fig, f"half of the bound: {at:.2g} rows", math.log10(at), 0, axes=("x", "paper"), stand="left bottom",
+             shift=(6, 6), colour=MUTED)  # fmt: skip
     ticks = [m * 10**e for e in range(math.floor(low), math.ceil(high)) for m in (1, 3)]
     fig.update_xaxes(title="rows per expert", type="log", tickvals=list(rows), ticktext=list(map(number, rows)))
     fig.update_yaxes(title="GFLOP/s", type="log", range=[low, high], tickvals=ticks, ticktext=list(map(number, ticks)))
@@ -72,13 +72,15 @@ def skew_cost(
     fig = figure("What a skewed load costs", "The same rows in all, spread unevenly", height=380,
                  margin={"r": 130, "t": 112})  # fmt: skip
     panels = (("", (0.0, 0.40), waste, "rows for nothing, %", " %"), ("2", (0.62, 1.0), time, "time / even", ""))
+    colours = dict(zip(dict.fromkeys((*waste, *time)), SERIES))
     for suffix, domain, table, words, unit in panels:
         low, high = (0.0, 1.1 * max(1.0, *map(max, table.values()))) if table else (0.0, 1.0)
         ends = []
-        for colour, (name, values) in zip(SERIES, table.items()):
-            fig.add_scatter(x=list(skew), y=list(values), name=f"{name}, {words}", line={"color": colour, "width": 2},
-                            marker={"size": 7}, xaxis=f"x{suffix}", yaxis=f"y{suffix}")  # fmt: skip
-            ends.append((values[-1], f"{name}: {values[-1]:.{0 if unit else 2}f}{unit}", colour))
+        for name, values in table.items():
+            look = {"line": {"color": colours[name], "width": 2}, "marker": {"size": 7}}
+            fig.add_scatter(x=list(skew), y=list(values), name=f"{name}, {words}", **look, xaxis=f"x{suffix}",
+                            yaxis=f"y{suffix}")  # fmt: skip
+            ends.append((values[-1], f"{name}: {values[-1]:.{0 if unit else 2}f}{unit}", colours[name]))
         x = {"title": "busiest expert / mean", "domain": domain, "anchor": f"y{suffix}", "type": "log"}
         x |= {"tickvals": list(skew), "ticktext": [f"{s:.1f}" for s in skew]}
         y = {"range": [low, high], "anchor": f"x{suffix}"}
