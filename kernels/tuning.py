@@ -4,6 +4,8 @@ Source of every entry so far: arithmetic and the compiler, no measurement. No GP
 shipped when it compiles for sm_90 and sm_100 without spills, within 227 KB of shared memory and with the matrix unit in
 use (`tests/kernels/test_aot.py`). `benchmarks/gpu.py` prints lines to paste, each with its measurement.
 
+That holds for widths that are multiples of 16; at others the products in bfloat16 are right, and spill.
+
 Rows of an expert are cut into tiles of `rows`, so an expert with n rows wastes ceil(n / rows) * rows - n of them. The
 mean R / E is known without a device read and decides the height: 16 is the least a matrix instruction takes, from 64 on
 sm_90 multiplies by warp group.
