@@ -19,7 +19,6 @@ CASES: dict[str, str] = json.loads((TESTS / "cases.json").read_text())
 
 # Reasons. The parts of the library that these kinds are about come with the issues named here.
 KIND_WAITS = {
-    "kernel": "issue 4",
     "rollout": "issue 5",
     "weight-sync": "issue 6",
 }

@@ -115,6 +115,25 @@ def test_weight_gradient(load, dtype, tile):
     near(narrow, want, dtype)
 
 
+@pytest.mark.parametrize("again", range(2))
+def test_bc_034_an_expert_without_rows(again):
+    """BC-034: rows [[1,2],[3,4],[5,6]], group sizes [2,0,1], loss = sum of outputs: dW1 is zero, in poisoned memory."""
+    torch.full((1 << 14,), torch.nan)  # freed at once: the allocator hands out NaN
+    x, dy, offset = torch.tensor([[1.0, 2], [3, 4], [5, 6]]), torch.ones(3, 2), torch.tensor([2, 2, 3])
+    dw = gg.grouped_wgrad(dy, x, offset, torch.full((3, 2, 2), torch.nan))  # [E, out, in]: the case's, transposed
+    assert dw.mT.tolist() == [[[4, 4], [6, 6]], [[0, 0], [0, 0]], [[5, 5], [6, 6]]]
+
+
+def test_bc_036_all_positions_on_one_expert():
+    """BC-036: all 7 positions on expert 2 of 4: out = gate * FFN_2(x), counts [0,0,7,0], other experts' gradients 0."""
+    _, (x, gate, up, down), dy = moe_case(7, 1, 4, 6, 5, torch.float32)
+    rows = sort_rows(torch.full((7, 1), 2), 4)
+    y, *grads = run(triton_ffn.moe_ffn, rows, (x, gate, up, down), dy)
+    near(y, gate.double() * (reference.swiglu(x.double() @ up[2].double().T) @ down[2].double().T), torch.float32)
+    assert rows.count_E.tolist() == [0, 0, 7, 0]
+    assert all(not g[[0, 1, 3]].any() and g[2].any() for g in grads[2:])
+
+
 def test_wrong_operands_are_refused():
     x, w, offset = operands(LOADS["odd"], torch.float32)
     with pytest.raises(ValueError, match="float64"):

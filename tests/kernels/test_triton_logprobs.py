@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from moekit.kernels import token_logprobs_triton as fused
 from moekit.kernels.token_logprobs_triton import token_logprobs
 from moekit.objectives import logprobs
 
@@ -74,6 +75,60 @@ def test_equals_the_torch_form(chunk_bytes):
         both.append((found.detach(), *torch.autograd.grad((weight[0] * found).sum(), (hidden, head))))
     for a, b in zip(*both):
         near(a, b.double(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_strides_and_addresses_of_any_kind(dtype, tolerance):
+    """Every second column, a transposed head, and a label that begins in the middle of its memory."""
+    hidden, head, label, weight = case(9, 21, 35, dtype, scale=0.5)
+    strided = torch.full((9, 43), torch.nan, dtype=dtype)
+    strided[:, 1::2] = hidden.detach()
+    strided = strided[:, 1::2].requires_grad_()
+    turned = head.detach().T.contiguous().T.requires_grad_()
+    late = torch.cat((label[:1], label))[1:]
+    want = exact(hidden, head, label, weight, 0.7)
+    found = token_logprobs(strided, turned, late, temperature=0.7, chunk_bytes=1)
+    grads = torch.autograd.grad((weight * torch.stack(found)).sum(), (strided, turned))
+    for a, b, limit in zip((*found, *grads), want, (1e-5, 1e-5, tolerance, tolerance)):
+        near(a, b, limit, floor=1.0 if limit == 1e-5 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("M, D, V", [*SIZES, (32, 64, 128), (1, 1, 1)])
+def test_every_launch_is_of_a_form_that_is_compiled_ahead(monkeypatch, M, D, V, dtype):
+    """Triton compiles anew where a size is 1, or a size or an address stops being a multiple of 16. None does that
+    here, whatever the sizes: the forms that `AOT` names, which do not spill, are all that there are."""
+    forms = {name: types for name, _, types, *_ in fused.AOT if str(dtype)[6] == name.split()[2][0]}
+    for kernel in ("_forward", "_backward"):
+        inner = getattr(fused, kernel)
+        types = forms[next(n for n in forms if kernel[1:] in n)]
+        free = {a for a in inner.arg_names if a in types and not types[a].endswith(":16") and types[a] != "fp32"}
+        assert free == set(inner.kwargs["do_not_specialize"])
+        monkeypatch.setattr(fused, kernel, Watched(inner, free))
+    buffer = torch.randn(M + V + 1, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    hidden, head = buffer[1 : M + 1].requires_grad_(), buffer[M + 1 :].requires_grad_()
+    label = torch.zeros(M + 1, dtype=torch.int64)[1:]
+    token_logprobs(hidden, head, label, chunk_bytes=1)[0].sum().backward()
+    assert M == 0 or all(getattr(fused, kernel).launches for kernel in ("_forward", "_backward"))
+
+
+class Watched:
+    """A kernel whose specialised arguments are looked at when it is launched."""
+
+    def __init__(self, inner, free):
+        self.inner, self.free, self.launches = inner, free, 0
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.launches += 1
+            for name, value in zip(self.inner.arg_names, args):
+                if name in self.free or name[:2] in ("BM", "BV", "BD") or isinstance(value, float):
+                    continue
+                number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                assert number % 16 == 0, (name, number)
+            self.inner[grid](*args, **options)
+
+        return launch
 
 
 def test_extreme_logits():

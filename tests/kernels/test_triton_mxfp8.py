@@ -80,8 +80,19 @@ def test_grouped_mm_equals_dequantise_then_multiply(offset):
     assert (y - expected).norm() <= 1e-5 * expected.norm()
     assert (y[offset[-1] :] == 0).all()
     half = triton_form.grouped_mm(mxfp8.quantise(x), mxfp8.quantise(w), stops.int(), torch.bfloat16)
-    assert half.dtype == torch.bfloat16  # the interpreter cuts off where a GPU rounds
-    assert ((half.float() - y).abs() <= 2**-7 * y.abs()).all()
+    assert torch.equal(half, y.bfloat16())
+
+
+@pytest.mark.parametrize("mode, scale, back", [("floor", 126, 224.0), ("ceil", 127, 256.0)])
+def test_bc_046_the_kernel_has_the_mode_of_the_truth(mode, scale, back):
+    """BC-046: one 250 and 31 zeros. Floor: 2^-1, read back 224; round-up: 2^0, 256; zeros exact, the mode is kept."""
+    x = torch.zeros(1, 32)
+    x[0, 7] = 250.0
+    for q in (triton_form.quantise(x, mode), triton_form.quantise_columns(x.T.contiguous(), mode)):
+        assert q.mode == mode and q.scale.tolist() == [[scale]]
+        want = torch.zeros(1, 32)
+        want[0, 7] = back
+        assert torch.equal(q.dequantise(), want)
 
 
 def test_a_nan_block_reaches_its_own_rows_only():

@@ -114,6 +114,31 @@ def test_zero_tokens_and_a_gradient_of_one_number():
     assert x.grad.tolist() == [[0.5, 0.5]] * 3 and gate.grad.tolist() == [[2.0, 2.0]] * 3
 
 
+def test_bc_044_a_row_that_is_not_owned_is_removed_not_scaled():
+    """BC-044: rows [[1,0],[NaN,NaN]], gates [0.6, 0], the second is not owned: forward 0.6, d gates [1, 0], finite."""
+    rows, place = plan_rows(torch.tensor([[0, -1]]), 2)
+    gate = torch.tensor([[0.6, 0.0]], requires_grad=True)
+    done = torch.tensor([[1.0, 0.0], [torch.nan, torch.nan]], requires_grad=True)
+    y = combine(done, gate, rows, place)
+    y.sum().backward()
+    assert y.sum().item() == pytest.approx(0.6) and gate.grad.tolist() == [[1.0, 0.0]]
+    assert done.grad.tolist() == [[pytest.approx(0.6)] * 2, [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+def test_all_rows_on_one_expert(dtype, tolerance):
+    """Every other expert is empty: y = gate x, and its gradients."""
+    rows, place = plan_rows(torch.full((9, 1), 3), 5)
+    x, gate, dy = (torch.randn(9, n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (17, 1, 17))
+    x, gate = x.requires_grad_(), gate.requires_grad_()
+    y = combine(permute(x, rows, place), gate, rows, place)
+    assert rows.count_E.tolist() == [0, 0, 0, 9, 0]
+    dx, dgate = torch.autograd.grad(y, (x, gate), dy)
+    for got, want in ((y, gate.double() * x.double()), (dx, gate.double() * dy.double())):
+        close(got, want.detach(), tolerance)
+    close(dgate, (x.double() * dy.double()).sum(1, keepdim=True).detach(), tolerance)
+
+
 def test_what_does_not_fit():
     rows, place = plan_rows(torch.tensor([[1, 0], [0, 1]]), 3)
     with pytest.raises(ValueError, match="3 positions, the plan 2"):
