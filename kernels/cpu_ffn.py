@@ -125,16 +125,17 @@ class NativeFFN(torch.autograd.Function):
         given["rows_y"] = None if once else recycle.empty((rows.rows, D), x.dtype)
         given["pre"] = recycle.empty((rows.rows, 2 * F), x.dtype) if any(ctx.needs_input_grad) else None
         _call("moe_forward", given)
-        ctx.save_for_backward(x, gate_NK, gate_up, down, given["pre"])
-        ctx.rows, ctx.slots = rows, slots
+        ctx.save_for_backward(x, gate_NK, gate_up, down, given["pre"], rows.row_R, rows.slot_R)
+        ctx.offset_E, ctx.slots = rows.offset_E, slots
         return given["y"]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_ND):
-        x, gate_NK, gate_up, down, pre = ctx.saved_tensors
-        given, once, (D, F) = _shared(x, gate_NK, gate_up, down, ctx.rows), gate_NK is None, down.shape[1:]
-        need, R, fresh = ctx.needs_input_grad, ctx.rows.rows, lambda *shape: recycle.empty(shape, x.dtype)
+        x, gate_NK, gate_up, down, pre, row_R, slot_R = ctx.saved_tensors
+        rows = Sorted(row_R, slot_R, ctx.offset_E)
+        given, once, (D, F) = _shared(x, gate_NK, gate_up, down, rows), gate_NK is None, down.shape[1:]
+        need, R, fresh = ctx.needs_input_grad, rows.rows, lambda *shape: recycle.empty(shape, x.dtype)
         given |= {"dy": dy_ND.contiguous(), "pre": pre, "hidden": fresh(R, F), "dpre": fresh(R, 2 * F)}
         if need[0]:
             given |= {"dx": torch.zeros_like(x) if once else torch.empty_like(x), "rows_dx": fresh(R, D)}
