@@ -178,8 +178,8 @@ def load_pairs(
         if pair is not None:
             pairs.append(pair)
     if not pairs:
-        first = f"; first: {report.events[0].why}" if report.events else ""
-        raise DataError(f"none of the {report.counts['examples']} records of {name} is a pair to learn from{first}")
+        first = next((e.why for e in report.events), "there are none")
+        raise DataError(f"none of the {report.counts['examples']} records of {name} is a pair to learn from: {first}")
     report.counts["documents"] = 2 * len(pairs)
     return Pairs(pairs, length, share, pad_id(tokenizer), report)
 

@@ -17,10 +17,16 @@ from .batch import Batch
 class Indexed(Protocol):
     """What a stream takes its batches from: rows of documents (`pack.Rows`), or pairs (`preference.Pairs`)."""
 
-    @property
-    def fingerprint(self) -> str: ...
     def __len__(self) -> int: ...
-    def batch(self, indices: Any) -> Batch: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that the batches depend on."""
+        ...
+
+    def batch(self, indices: Any) -> Batch:
+        """The rows, or pairs, of these numbers."""
+        ...
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:

@@ -117,8 +117,8 @@ def cached(
     found = build(layout, pairs, key, folder, microbatch_tokens, shard_pairs, progress)
     with together(layout.world):
         cache = ReferenceCache.open(folder, key)
-        for p in pairs.pairs:
-            cache(p.prompt, p.chosen), cache(p.prompt, p.rejected)
+        for p in pairs.pairs:  # nothing is missing: an answer that has no scores raises here and not later
+            _ = cache(p.prompt, p.chosen), cache(p.prompt, p.rejected)
     if found and spot:
         check(layout, pairs, cache, spot, tolerance, microbatch_tokens)
     return replace(pairs, reference=cache)
@@ -137,17 +137,15 @@ def build(
             plan = _missing(folder, key, -(-len(pairs) // shard_pairs), shard_pairs)
     shards, shard_pairs, todo = share(world, plan)
     for at in range(0, len(todo), dp.size):
-        number = todo[at + dp.rank] if at + dp.rank < len(todo) else None
-        mine = range(0)
-        if number is not None:
-            mine = range(number * shard_pairs, min((number + 1) * shard_pairs, len(pairs)))
+        number = todo[at + dp.rank] if at + dp.rank < len(todo) else shards  # past the last one: no pairs
+        mine = range(len(pairs))[number * shard_pairs : (number + 1) * shard_pairs]
         values = _score(layout, pairs, mine, microbatch_tokens)
         with together(world):
             for answer in values.values():
                 if not bool(torch.isfinite(answer).all()):
                     where = f"{pairs.pairs[mine[0]].source}, pairs {mine[0]} to {mine[-1]}"
                     raise NumericsError(f"the reference gives log-probs that are not finite ({where}); mend the model")
-            if number is not None and layout.mesh.pp.rank == 0:
+            if mine and layout.mesh.pp.rank == 0:
                 store.write_shard(folder, number, values, key)
         if progress is not None and world.rank == 0:
             done = (shards - len(todo) + min(at + dp.size, len(todo))) * shard_pairs
@@ -192,7 +190,7 @@ def _score(layout: Forward, pairs: Pairs, chosen: Sequence[int], microbatch_toke
     for cut, batch, score_M in zip(cuts, batches, layout.score(batches)):
         names, sizes = torch.unique_consecutive(batch.flat.at_labels("answer"), return_counts=True)
         for name, score in zip(names.tolist(), score_M.cpu().split(sizes.tolist())):
-            p = pairs.pairs[cut[name // 2]]
+            p = pairs.pairs[int(cut[name // 2])]
             values.setdefault(answer_hash(p.prompt, p.rejected if name % 2 else p.chosen), score)
     return values
 
