@@ -184,6 +184,19 @@ def test_the_cut_into_microbatches_changes_nothing(rows):
     assert units - objective.units(parts[-2].flat) == 12
 
 
+def test_joined_batches_keep_their_pairs_apart():
+    """Two batches both number their families from 0; joined, no answer meets another batch's."""
+    objective, batches = DPO(beta=0.3), []
+    for seed, lengths in enumerate([[(3, 5), (2, 4)], [(4, 1)], [(1, 1), (6, 2)]]):
+        batch = pairs(lengths, length=30)
+        policy, reference = drawn(batch, seed)
+        batches.append(with_values(with_values(batch, "policy", policy), "ref_logprob", reference))
+    loss = lambda b: objective(b.flat, SimpleNamespace(logprob_M=b.flat.at_labels("policy"))).loss_M.sum()
+    joined = Batch.join(batches)
+    assert torch.allclose(loss(joined), sum(map(loss, batches)), rtol=1e-12)
+    assert objective.units(joined.flat) == 5
+
+
 def test_a_pair_that_lost_an_answer_is_no_unit():
     """An answer without its other half has no loss and no gradient."""
     fields = [[{"chosen": [1.0, 1.0]}], [{"chosen": [0.0]}], [{"chosen": [1.0]}, {"chosen": [0.0]}]]
