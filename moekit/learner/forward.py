@@ -9,7 +9,8 @@ Axis letters: N positions of a microbatch, M labelled positions, K experts per p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..config import LearnerConfig
 from ..data.batch import Batch, Flat
 from ..errors import DataError
+from ..measure.memory import held_bytes
 from ..measure.tokens import RowCounter
 from ..model.transformer import Outputs, check
 from . import loop
@@ -86,6 +88,7 @@ class Forward:
         self.overflow = Overflow(self.model, self.config, self.mesh.ep)
         self.scored = RowCounter.of(shape, component)  # of all passes without gradient since `collect`
         self.routes: list[dict[int, Tensor]] = []  # where asked for: expert choices [N, K] by layer held here
+        self.sent: Counter[str] = Counter()  # bytes that this rank sent in those passes, by pass
 
     # ------------------------------------------------------------------ a pass
     @torch.no_grad()
@@ -153,25 +156,50 @@ class Forward:
                 self.scored.add(counter)
             return need
 
-        again = False
+        again, before = False, self._sent()
         if self.overflow.must_redo(attempt()):
             again = True
             with self.overflow.synchronized():
                 attempt()
+        self.sent[pass_name] += self._sent() - before
 
     def collect(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Metrics and arrays of the passes without gradient since the last call, over all ranks. A collective.
 
         rows/<component>_<pass>: dispatched rows. positions/<component>_<pass>: positions, padding included.
+        wire/<component>_<pass>_bytes: bytes sent, a pass that was run twice counted twice.
         """
         self.scored.all_reduce(self.world.group, alone=self.world.size == 1)
         metrics: dict[str, float] = {}
         for (component, name), m in self.scored.host().items():
             metrics[f"rows/{component}_{name}"] = int(m.dispatched_LCE.sum())
             metrics[f"positions/{component}_{name}"] = int(m.positions_C.sum())
+        keys = list(self.scored.host())
+        for (component, name), sent in zip(keys, self.world.sum_list(float(self.sent[name]) for _, name in keys)):
+            metrics[f"wire/{component}_{name}_bytes"] = int(sent)
         arrays = self.scored.arrays()
         self.scored.reset()
+        self.sent.clear()
         return metrics, arrays
+
+    def memory(self) -> dict[str, float]:
+        """memory/<component>_<kind>_bytes: storages held between steps, over all ranks; each counts once. A collective.
+
+        parameters; caches (of MXFP8 experts); of a learner that has taken a step also gradients, optimizer (masters
+        and moments), and saved: the most kept for backwards at one time, where `Learner.watch` asked for it.
+        """
+        found = held_bytes(self._held())
+        total = self.world.sum_list(float(n) for n in found.values())
+        return {f"memory/{self.scored.component}_{kind}_bytes": n for kind, n in zip(found, total)}
+
+    def _held(self) -> dict[str, Iterable[Tensor | None]]:
+        weights = self.caches.caches.values() if self.caches is not None else ()
+        operands = [q for w in weights for q in (w.operands.forward, w.operands.transposed) if q is not None]
+        caches = [t for q in operands for t in vars(q).values() if isinstance(t, Tensor)]
+        return {"parameters": [*self.model.parameters(), *self.model.buffers()], "caches": caches}
+
+    def _sent(self) -> int:
+        return sum(self.world.wire.sent.values())
 
     # ------------------------------------------------------------------ parts of a pass
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from ..config import Denominator, LearnerConfig
 from ..data.batch import Batch, Flat
 from ..errors import ConfigError
 from ..measure.cost import rates, step_flops
+from ..measure.memory import SavedBytes, saved_bytes
 from ..measure.tokens import RowCounter
 from ..model.transformer import Outputs
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
@@ -110,6 +112,8 @@ class Learner(Forward):
             pass  # every rank knows of the pass, also one that holds no expert
         self.updates = 0  # committed optimizer steps: also the weight version
         self.skipped = 0
+        self.watch, self.most_saved = False, 0  # whether the next step counts what backwards keep; the most, in bytes
+        self._saved: SavedBytes | None = None
 
     # ------------------------------------------------------------------ one step
     def step(
@@ -138,7 +142,9 @@ class Learner(Forward):
         if self.units is not None:
             (units,) = self.mesh.dp.sum_list([float(sum(self.units(f) for f in flats))])
         counts = replace(counts, units=units)
-        found = self._attempt(flats, counts, record, replay)
+        with saved_bytes(self.model) if self.watch else nullcontext() as self._saved:
+            found = self._attempt(flats, counts, record, replay)
+        self.watch, self._saved = False, None
         redone = self.overflow.must_redo(found.need)
         if redone:  # discard everything; every microbatch runs again on the synchronized path
             with self.overflow.synchronized():
@@ -226,7 +232,7 @@ class Learner(Forward):
                 value = value + c.balance * balance
             return value
 
-        self.run(flats, forward)
+        self.run(flats, self._watched(forward))
         self.gradients.finish()
         own = [loss, *(sum(v, torch.zeros((), device=device)) for v in router.values.values())]
         own += [self.gradients.square_norm(), *self.overflow.fullness(), *sums.values()]
@@ -238,6 +244,29 @@ class Learner(Forward):
         loss_sum, balance, z, square, *_ = total
         means = tuple(x / counts.units for x in total[6:])
         return Readings(loss_sum, balance, z, math.sqrt(square), need=most[4], used=most[5], sums=means)
+
+    def _watched(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if self._saved is None:
+            return forward
+
+        def then(*stage: Any) -> Tensor:
+            out = forward(*stage)
+            if self._saved is not None:
+                self.most_saved = max(self.most_saved, self._saved.live)
+            return out
+
+        return then
+
+    def _held(self) -> dict[str, Iterable[Tensor | None]]:
+        buckets, states = self.gradients.buckets, self.optimizer.adamw.state.values()
+        moments = [s[name] for s in states for name in ("exp_avg", "exp_avg_sq") if name in s]
+        gradients = [g for b in buckets for g in (b.grad, b.owned_grad)]
+        return super()._held() | {"gradients": gradients, "optimizer": [*(b.master for b in buckets), *moments]}
+
+    def memory(self) -> dict[str, float]:
+        """As `Forward.memory`, with gradients, optimizer, and saved."""
+        (most,) = self.world.sum_list([float(self.most_saved)])
+        return super().memory() | {f"memory/{self.scored.component}_saved_bytes": most}
 
     def _count_choices(self, place: int, routes: list, flat: Flat) -> None:
         """For the selection bias; a position of a shared prompt counts for each of its children."""

@@ -49,7 +49,9 @@ def owned(learner: Learner, kind: str) -> Pieces:
 def gathered(learner: Learner, kind: str) -> dict[str, Tensor]:
     """One kind of state by parameter name, whole, on every rank. Every rank calls it. For tests and small models."""
     out: dict[str, Tensor] = {}
-    for rank in learner.world.gather([(p, t.detach().cpu()) for p, t in owned(learner, kind)]):
+    own = [(p, t.detach().cpu()) for p, t in owned(learner, kind)]
+    learner.world.wire.add("gathered", (learner.world.size - 1) * sum(t.nbytes for _, t in own))
+    for rank in learner.world.gather(own):
         for piece, flat in rank:
             whole = out.setdefault(piece.name, torch.zeros(piece.shape, dtype=flat.dtype))
             whole.view(-1)[piece.start : piece.stop] = flat

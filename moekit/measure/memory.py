@@ -6,7 +6,7 @@ the large one. Parameters and buffers of the model are not counted; they are the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,23 @@ class SavedBytes:
         if ref.cdata not in self._seen:
             self._seen[ref.cdata] = (ref, storage.nbytes())
             self.bytes += storage.nbytes()
+
+
+def held_bytes(kinds: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]:
+    """Bytes of the storages behind tensors, by kind; a storage counts once, for the first kind that has it.
+
+    >>> w = torch.zeros(8, 4)
+    >>> held_bytes({"parameters": [w, w[2:]], "optimizer": [w.view(-1), torch.zeros(3), None]})
+    {'parameters': 128, 'optimizer': 12}
+    """
+    seen: set[int] = set()
+    out = dict.fromkeys(kinds, 0)
+    for kind, tensors in kinds.items():
+        for storage in (t.untyped_storage() for t in tensors if t is not None):
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                out[kind] += storage.nbytes()
+    return out
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..data.preference import Pairs
 from ..data.stream import RowStream
 from ..learner.forward import Forward
 from ..learner.learner import Learner
+from ..measure.tokens import RowCounter
 from ..objectives.dpo import DPO
 from ..workloads import DPOConfig
 from . import pairs, runs, setup
@@ -47,37 +48,48 @@ def train(config: DPOConfig) -> dict[str, Any]:
     stream = RowStream(run.data, config.batch_pairs, config.seed)
     held, watch = HeldOut.of(run), Stopwatch()
     tokenizer = load_tokenizer(setup.tokenizer_folder(config))
-    scored: list[Pairs | None] = [run.data, held.pairs]
+    data: Pairs | None = run.data
+    built: tuple[dict[str, float], dict[str, torch.Tensor]] = {}, {}
     if frozen is None:  # a policy that has not moved is its own reference
         before = learner if not config.resume else Forward(run.model(), config.learner, run.world)
+        mine, before.scored = before.scored, RowCounter.of(run.shape, "reference")
         with watch.during("reference"):
-            scored = [_cached(run, before, p, tokenizer) for p in scored]
-        before.scored.reset()
-    data, held.pairs = scored
+            data = _cached(run, before, data, tokenizer)
+        built = before.collect()
+        held.pairs = _cached(run, before, held.pairs, tokenizer)
+        before.scored = mine  # without held-out pairs, which are no work of a step
     assert data is not None
     start, state = runs.continued(run, learner)
     runs.restore_stream(run, stream, state)
+    held.scores = state.get("scores", {})
 
     def prepare(batches: Sequence[Batch]) -> list[Batch]:
         return list(batches) if frozen is None else resident(frozen, batches)
 
     others = [frozen] if frozen is not None else []
-    with Recorder(run, learner, start, shown=SHOWN, **pairs.card(config, objective)) as record:
-        first = held.metrics(learner, prepare) if start == 0 else {}
+
+    def held_out() -> dict[str, float]:
+        told = held.metrics(learner, prepare)
+        for layout in others:
+            layout.collect()  # no work of a step
+        return told
+
+    with Recorder(run, learner, start, shown=SHOWN, others=others, **pairs.card(config, objective)) as record:
+        first = held_out() if start == 0 else {}
         for step in range(start, config.steps):
             batches = pairs.microbatches(data, stream.take(), config, learner)
             with watch.during("reference"):
                 batches = prepare(batches)
-            metrics, arrays = first | learner.step(batches), learner.counter.arrays()
+            metrics, arrays = first | built[0] | learner.step(batches), built[1] | learner.counter.arrays()
             for layout in others:
                 told, found = layout.collect()
                 metrics, arrays = metrics | told, arrays | found
             if frozen is not None and config.update_every and (step + 1) % config.update_every == 0:
                 follow(frozen, learner)
             if held.due(step):
-                metrics |= held.metrics(learner, prepare)
-            record.step(step, metrics | watch.metrics(run.world), arrays, stream.state())
-            first = {}
+                metrics |= held_out()
+            record.step(step, metrics | watch.metrics(run.world), arrays, stream.state() | {"scores": held.scores})
+            first, built = {}, ({}, {})
     return record.finish(**held.scores)
 
 

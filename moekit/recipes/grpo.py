@@ -69,8 +69,9 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     others = [reference] if reference is not None else []
     with (
         Sampler(run, learner, *others) as sampler,
-        Recorder(run, learner, start, shown=SHOWN, **rl.card(config)) as record,
+        Recorder(run, learner, start, shown=SHOWN, others=others, **rl.card(config)) as record,
     ):
+        sampler.scores = state.get("scores", {})
         if run.world.rank == 0:
             old_samples(run.folder, start)
         first = sampler.held_out() if start == 0 else {}
@@ -85,7 +86,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             passes, more = sampler.passes()
             if sampler.due(step):
                 metrics |= sampler.held_out()
-            record.step(step, metrics | passes, arrays | more, stream.state())
+            record.step(step, metrics | passes, arrays | more, stream.state() | {"scores": sampler.scores})
             first = {}
     return record.finish(**sampler.scores)
 

@@ -70,8 +70,9 @@ def train(config: PPOConfig) -> dict[str, Any]:
     others = [critic] if reference is None else [critic, reference]
     with (
         Sampler(run, learner, *others) as sampler,
-        Recorder(run, learner, start, shown=SHOWN, critic=critic, **rl.card(config)) as record,
+        Recorder(run, learner, start, shown=SHOWN, critic=critic, others=others[1:], **rl.card(config)) as record,
     ):
+        sampler.scores = state.get("scores", {})
         if run.world.rank == 0:
             old_samples(run.folder, start)
         first = sampler.held_out() if start == 0 else {}
@@ -86,7 +87,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
             passes, more = sampler.passes()
             if sampler.due(step):
                 metrics |= sampler.held_out()
-            record.step(step, metrics | passes, arrays | more, stream.state())
+            record.step(step, metrics | passes, arrays | more, stream.state() | {"scores": sampler.scores})
             first = {}
     return record.finish(**sampler.scores)
 

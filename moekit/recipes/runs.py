@@ -10,7 +10,7 @@ return record.finish()
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +22,7 @@ from ..checkpoint.save import latest
 from ..config import LearnerConfig, ModelConfig, RunConfig
 from ..data.stream import RowStream
 from ..launch.worker import Here, here
+from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..learner.weights import export, from_checkpoint
@@ -106,14 +107,19 @@ class Recorder:
         start: steps done; above 0, or with `config.resume`, the record goes on after them.
         objective, batch: what the card says of them.
         critic: a second learner that is saved with the first.
+        others: models whose memory is recorded beside the learners'.
         shown: metrics of the progress line, by the name they have there.
     """
 
     def __init__(
         self, run: Run, learner: Learner, start: int, *, objective: dict[str, Any], batch: dict[str, Any],
-        shown: dict[str, str], critic: Learner | None = None,
+        shown: dict[str, str], critic: Learner | None = None, others: Sequence[Forward] = (),
     ):  # fmt: skip
         self.run, self.learner, self.critic, self.shown = run, learner, critic, shown
+        self.weighed: list[Forward] | None = [learner, *([critic] if critic is not None else []), *others]
+        for one in (learner, critic):
+            if one is not None:  # zero-bubble schedules take a backward apart, which hooks on saved tensors forbid
+                one.watch = not one.config.pipeline.startswith("zb")
         config, lead = run.config, run.world.rank == 0
         self.card: RunCard | None = None
         with together(run.waits):
@@ -136,13 +142,18 @@ class Recorder:
             self.progress.close()
 
     def step(self, step: int, metrics: dict[str, float], arrays: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Record a step that has been taken; save where the config says so. A collective."""
+        """Record a step that has been taken, the first one with what is held in memory; save where the config says so.
+        A collective."""
+        if self.weighed is not None:
+            metrics = metrics | {name: n for one in self.weighed for name, n in one.memory().items()}
+            self.weighed = None
         self.writer.write(step, metrics, arrays)
         if self.progress is not None:
             told: dict[str, Any] = {key: metrics[name] for key, name in self.shown.items() if name in metrics}
             self.progress.update(step + 1, **told, **({"skipped": s} if (s := self.learner.skipped) else {}))
         every = self.run.config.save_every
         if step + 1 == self.run.config.steps or (every is not None and (step + 1) % every == 0):
+            self.writer.flush()  # a run that goes on from here has the arrays of all steps before
             setup.save(self.learner, state, self.run.folder, self.run.config, step + 1, self.critic)
 
     def finish(self, **results: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..measure.files import append, write_atomic
+from ..measure.memory import held_bytes
 from ..model.transformer import Part
 from ..rollout.embedded import EmbeddedEngine
 from ..rollout.engine import Sampling
@@ -75,6 +76,7 @@ class Sampler:
         self.prompts: Prompts = run.data
         self.watch = Stopwatch()
         self.scores: dict[str, dict[str, float]] = {}
+        self.transferred = 0  # bytes that this rank sent for the engines' weights
         with together(run.waits):
             self.tokenizer = load_tokenizer(setup.tokenizer_folder(self.config))
             ends = {self.tokenizer.eos_token_id, learner.model.config.eos_id} - {None}
@@ -130,7 +132,9 @@ class Sampler:
         """Give the engine the learner's weights, gathered on every rank; nothing where it shares them. A collective."""
         if self.engine.shared:
             return
+        before = self.world.wire.sent["gathered"]
         weights = self.learner.gathered("parameter")
+        self.transferred += self.world.wire.sent["gathered"] - before
         for part in self.world.gather({n: b.cpu() for n, b in self.learner.model.named_buffers()}):
             weights |= part
         self.engine.update_weights(weights, self.learner.updates)
@@ -153,6 +157,7 @@ class Sampler:
         told = {"eval/score": sum(points) / len(points), "eval/exact": exact, "eval/items": float(len(points))}
         self.scores |= {"before": told} if not self.scores else {"after": told}
         self.engine.counter.reset()  # held-out answers are no work of a step
+        self.engine.metrics()
         return told
 
     # ------------------------------------------------------------------ what is recorded
@@ -161,6 +166,12 @@ class Sampler:
         answers = experience.answers
         lengths = [float(len(a.ids)) for a in answers]
         versions = [int(a.version[-1]) for a in answers if a.ids]
+        stats = self.engine.stats
+        own = 0 if self.engine.shared else held_bytes({"all": self.engine.model.parameters()})["all"]
+        held = self.world.sum_list([stats.cache_bytes, own, self.transferred])
+        (prefill,) = self.world.max_list([stats.prefill_seconds])
+        self.engine.metrics()
+        self.transferred = 0
         return summary(experience.rewards) | self.watch.metrics(self.world) | {
             "rollout/answers": float(len(answers)),
             "rollout/tokens": sum(lengths),
@@ -168,6 +179,8 @@ class Sampler:
             "rollout/truncated": float(sum(a.finish == "length" for a in answers)),
             "rollout/empty": float(sum(not a.ids for a in answers)),
             "rollout/version": float(max(versions, default=self.engine.version)),
+            "memory/engine_cache_bytes": held[0], "memory/engine_parameters_bytes": held[1],
+            "wire/transfer_bytes": held[2], "time/prefill_s": prefill,
         }  # fmt: skip
 
     def passes(self) -> tuple[dict[str, float], dict[str, Tensor]]:

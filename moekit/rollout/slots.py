@@ -54,6 +54,7 @@ class Stats:
     slots: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    cache_bytes: int = 0  # of keys and values, the most at one time
 
     def metrics(self) -> dict[str, float]:
         """By moekit's names. Occupancy is the mean share of slots that a decoding step filled."""
@@ -85,6 +86,7 @@ class Slots:
         most = max(g.limit for g in self.groups)
         room = max(len(g.prompt) + g.limit for g in self.groups)
         self.cache = KVCache(config, self.slots, room, self.model.head_weight.dtype, device)
+        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.keys.nbytes + self.cache.values.nbytes)
         self.waiting = deque(self.groups)
         self.owner = np.full((self.slots, 2), -1)  # group's place in `groups`, and sample
         self.length, self.count = np.zeros((2, self.slots), np.int64)  # tokens in the cache, tokens of the answer
