@@ -7,8 +7,6 @@ are float32, as in the flash form.
 Axis letters: S documents, L their length, H query heads, G key/value heads, r = H/G heads that share one, d head width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -6,8 +6,6 @@ torch composes these from many small operations and keeps several intermediates 
 Axis letters: N positions, H heads, d head width, F hidden width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

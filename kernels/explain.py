@@ -1,7 +1,5 @@
 """What would run, and why, in words: the text behind `moekit.ops.explain`."""
 
-from __future__ import annotations
-
 import torch
 
 from . import cpu_choice, ragged, recycle

@@ -14,8 +14,6 @@ Axis letters: R routed rows, E experts, K and M input and output width of a prod
 # pyright: reportArgumentType=false, reportCallIssue=false
 # (a launch takes plain values where the kernel says tl.constexpr, and num_warps, which it does not name)
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

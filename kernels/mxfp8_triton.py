@@ -7,8 +7,6 @@ save scales at the ends of bfloat16's range. The interpreter has no scaled dot: 
 Axis letters: R rows in expert order, K contraction axis, M outputs, E experts.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

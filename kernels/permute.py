@@ -3,8 +3,6 @@
 Axis letters: N positions, K experts per position, R = N*K routed rows, E experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -15,8 +15,6 @@ Axis letters: N positions, K experts per position, R routed rows, P routed rows 
 F expert width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ storage of its own for as long as anybody holds it. Blocks come in eighths of a 
 system gives them on request.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import weakref

@@ -6,8 +6,6 @@ Axis letters: N positions, K experts per position, E experts, D width, F expert 
 H query heads, G key/value heads, d head width.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,8 +10,6 @@ Axis letters: R routed rows, E experts, F expert width, S = N*K slots of the gat
 # pyright: reportArgumentType=false, reportCallIssue=false
 # (a launch takes plain values where the kernel says tl.constexpr, and num_warps, which it does not name)
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

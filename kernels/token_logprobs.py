@@ -3,8 +3,6 @@
 Axis letters: M scored positions, D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -7,8 +7,6 @@ Rows at and past offset_E[-1] are room: never read, zero in y and dx.
 Axis letters: N positions, K experts per position, R routed rows, S = N*K slots, E experts, D width, F expert width.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

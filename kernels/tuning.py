@@ -11,8 +11,6 @@ mean R / E is known without a device read and decides the height: 16 is the leas
 sm_90 multiplies by warp group.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

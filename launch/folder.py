@@ -16,8 +16,6 @@
 JSON files are replaced in one move, so a reader never sees half of one.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 Nothing here touches CUDA: GPUs are read from ``nvidia-smi``, so a notebook process can ask and stay clean.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

@@ -4,8 +4,6 @@ A local job's supervisor knows how each rank died. A job on several nodes has no
 by the ranks' own words, by whether their processes live (on this host) or are silent (elsewhere), and by Slurm.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -5,8 +5,6 @@ On Linux a process can also ask to get the orphans below it (`adopt_orphans`) an
 (`die_with_parent`); elsewhere a thread that watches the parent does the latter.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

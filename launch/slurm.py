@@ -6,8 +6,6 @@ one node's part: torchrun with that node's ranks. ``job.sbatch`` runs it on ever
 is read from what its ranks write (outcome.py) and, for a Slurm job, from ``squeue`` and ``sacct``.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`submit`: a function call becomes a job of several processes, and the calling process stays as it was."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.machinery

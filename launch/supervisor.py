@@ -12,8 +12,6 @@ The agent runs `torch.distributed.launcher.api.elastic_launch`: rendezvous on a 
 its supervisor is gone it ends all ranks and itself; ranks die with the agent. So no single kill leaves a process.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

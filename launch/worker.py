@@ -3,8 +3,6 @@
 `here()` tells any code which rank it is; it also works in a plain process and under torchrun.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import io
@@ -196,7 +194,9 @@ def _is_knock_on(error: BaseException | None) -> bool:
     """Whether a collective failed, as it does on every other rank when one rank is gone."""
     from torch.distributed import DistError
 
-    while error is not None:
+    seen = list[BaseException]()
+    while error is not None and error not in seen:  # an error raised again may be in its own past
+        seen.append(error)
         if isinstance(error, DistError) or (isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error))):
             return True
         error = error.__cause__ or error.__context__

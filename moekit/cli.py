@@ -4,8 +4,6 @@ Exit status: 0 fine; 2 bad usage or bad input, said in one line; 1 a job that fa
 differ; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ A config is a value: compare it, print it, put it in a run folder (`to_dict`), r
 variant with `dataclasses.replace`. A bad value raises `moekit.errors.ConfigError` that names field, value and remedy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

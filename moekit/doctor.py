@@ -2,8 +2,6 @@
 
 It installs and starts nothing, CUDA included: GPUs are read from the driver's own tool."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

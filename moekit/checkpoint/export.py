@@ -3,8 +3,6 @@
 What the chosen family cannot hold is refused by name before anything is written. The folder appears under its name
 when it is complete: it is written beside it, synced and renamed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@ class would read it: the file first, then the default of that very family, never
 
 Nothing is dropped in silence: a feature that moekit's model does not have is refused by name and with its value."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ manifest: a rank checks just the blocks that it reads, at memory speed. Cryptogr
 core that has instructions for SHA-256) would limit saves and make loads several times slower.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

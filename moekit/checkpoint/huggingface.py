@@ -4,8 +4,6 @@ Names and shapes are compared first, for the whole folder, and everything that i
 each tensor is copied, slice by slice out of the mapped file, into its run of a parameter (`names.Piece`): a rank's
 memory holds its parameters and nothing else worth counting."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

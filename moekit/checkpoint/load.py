@@ -4,8 +4,6 @@ A wanted piece is intersected with the pieces that the files hold. Each overlap 
 the target where its dtype and device allow, and checked against the block's sum while it is still in the cache.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

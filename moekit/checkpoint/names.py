@@ -10,8 +10,6 @@ of pieces (Hugging Face name, shape, our parameter, start of the run) and nothin
 
 Axes: V vocabulary, D model width, E experts, F expert width."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal

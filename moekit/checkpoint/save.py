@@ -5,8 +5,6 @@ state of affairs or the new one. Its tensors are safetensors files (`files`), ev
 pickle. `write` saves, `load` reads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib

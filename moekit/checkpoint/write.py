@@ -6,8 +6,6 @@ every tensor is there exactly once, writes the manifest and gives the folder its
 only: no collective runs in a background thread, where it would race with the training step's.
 """
 
-from __future__ import annotations
-
 import atexit
 import datetime
 import importlib.metadata

@@ -4,8 +4,6 @@ A pretraining microbatch is a number of rows. A family has several answers, so t
 times as many positions, and memory goes with positions. Sizes are positions as `moekit.data.families` lays them out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ mask marks the assistant's turns with their end-of-turn token: from the template
 has them, else proved by `moekit.data.spans`. A conversation whose mask cannot be proved, or would be empty, is an
 error and never a silent nothing."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a data set to rows in one call: read, render, mask, cut, arrange, filter, and report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..config import DataConfig

@@ -8,8 +8,6 @@ that predicts an answer's token is a child's in both forms, so all that is compu
 Axis letters: B rows, T positions in a row, F families, P pieces (a family, or a part of one that had to be split).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -6,8 +6,6 @@ Such sequences (a loop of dashes, a stuck generation) carry a large gradient and
 whole instance from the loss; its tokens stay in the row and are still routed, which is why it belongs to the
 accounting (`kept_plus_filtered` in `moekit.objectives.denominator`)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..errors import ConfigError

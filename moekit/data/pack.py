@@ -7,8 +7,6 @@ A piece is a document's tokens, or a part of them where it was cut; every piece 
 A label is the next token of the same piece, so a piece of n tokens has at most n - 1 labels: where a document is split,
 the next part's first token is no target. `report.counts["targets_lost"]` counts those and what a truncation cut off."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

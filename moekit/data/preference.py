@@ -5,8 +5,6 @@ Both answers are rendered by the chat template as the whole conversations that t
 tokens in both. What cannot be used, or teaches nothing, is left out and listed in the report.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

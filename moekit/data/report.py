@@ -3,8 +3,6 @@
 `Report.counts` has the totals, `Report.events` every example to which something happened, where it came from and why.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Every example becomes an `Example`: a list of messages, and where it came from, so that every later message about it
 can say which line it was. What cannot be used raises one `DataError` that names file, line and remedy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

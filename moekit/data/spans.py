@@ -15,8 +15,6 @@ template treats a turn by its place: reasoning kept in the last turn only, a beg
 
 Where neither can be proved, `Unproved` says why."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import takewhile

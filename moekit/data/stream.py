@@ -4,8 +4,6 @@ The order of an epoch depends on seed and epoch alone, never on the number of ra
 another number of ranks and sees what it would have seen. Every row comes exactly once an epoch: a last step that is
 short of rows is a smaller step, nothing is repeated and nothing is left out."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

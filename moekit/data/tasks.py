@@ -3,8 +3,6 @@
 Training and held-out questions are told apart by a hash of the question's text, so that they are disjoint whatever
 the sizes and seeds, also where a task has few different questions. reasoning-gym comes with the `rl` extra."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import zlib

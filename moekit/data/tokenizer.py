@@ -1,7 +1,5 @@
 """A small tokenizer, trained on the spot, with a chat template that says which tokens are the assistant's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ Axis letters: W ranks that share the experts, P positions whose expert rows run,
 that came here, E experts, e experts held here, C = 4 position classes, D width, F expert width.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ cut then cost S^2 multiplications, which is what makes a slider live, and they a
 Axis letters: S documents with labels, P parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

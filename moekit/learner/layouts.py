@@ -1,7 +1,5 @@
 """The layouts that a model and a world allow, and what each takes: memory of the fullest rank, bytes on the wire."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple

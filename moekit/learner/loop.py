@@ -5,8 +5,6 @@ Apart from `pipeline.py`, so that a learner without a pipeline does not pay for 
 Axis letters: N positions of a microbatch, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """AdamW on flat masters, the learning-rate schedule, and clipping. The update rule itself is torch's."""
 
-from __future__ import annotations
-
 import math
 
 import torch

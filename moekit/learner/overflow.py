@@ -4,8 +4,6 @@ Nothing is known of it inside a step: the dispatcher keeps the largest need on t
 everything else after the last backward (or after a pass without gradient), over all ranks, and asks here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -18,8 +18,6 @@ the part of the bubble that weight gradients would have filled.
 Axis letters: N positions of a microbatch, L positions of the step's largest one, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ parameter (`mx_cache`), where `moekit.ops` finds it as it finds a `grad_slot`; m
 A frozen model holds the forward copy only: `ExpertCaches(model, backward=False)`.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any

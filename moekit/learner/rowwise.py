@@ -9,8 +9,6 @@ Axis letters: W ranks that share the experts, P positions whose expert rows run,
 choices, R rows of a rank's buffer, E experts, e experts held by a rank.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Pipeline stages: which layers each holds, planned by cost, and which rank holds which stage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate

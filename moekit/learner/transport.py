@@ -9,8 +9,6 @@ Axis letters: W ranks that share the experts, P positions whose expert rows run,
 this rank's buffer, E experts, D width.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket

@@ -1,7 +1,5 @@
 """`moekit.load` and `moekit.export`: a model from a Hugging Face folder, and back into one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

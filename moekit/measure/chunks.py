@@ -5,8 +5,6 @@ under `steps:<name>` the step numbers, [n]. A chunk is always written whole, und
 current one is written again from time to time, so that a crash costs the steps since the last flush and no more.
 Integer arrays are stored as int32 where they fit, and come back as int64."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

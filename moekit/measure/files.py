@@ -1,7 +1,5 @@
 """Writing files so that a crash or a full disk leaves the old content or the new one, and nothing in between."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a process runs on: versions, hardware, threads, allocator settings, state of the source."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -5,8 +5,6 @@ type); a statistic of them is [...] float64. An idle layer (no rows) has defined
 statistic, which no layer with rows can have for `max_over_mean`; and all of its experts are dead.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

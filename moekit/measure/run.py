@@ -1,7 +1,5 @@
 """A recorded run, read back as tables."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Collection, Sequence

@@ -7,8 +7,6 @@ attends to its parent's span and its own. Padding attends to itself only, so its
 Axis letters: N positions, S documents of a run, L their length, H query heads, G key/value heads, d head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The value head: a language model's backbone with one output, for a critic or a reward model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -7,8 +7,6 @@ Axis letters: N positions, P positions whose expert rows run, K experts per posi
 C = 4 position classes, D width, F expert width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Model shapes by name: two that run anywhere, and three published ones, with their predicted sizes."""
 
-from __future__ import annotations
-
 from ..config import ModelConfig
 from ..errors import ConfigError
 

@@ -3,8 +3,6 @@
 Axis letters: N positions, E experts, K experts per position, D width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

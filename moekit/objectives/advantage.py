@@ -7,8 +7,6 @@ mean, no spread and no denominator; a token that the policy did not sample (a to
 and what stands there is never read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal

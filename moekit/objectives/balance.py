@@ -18,8 +18,6 @@ Source: Fedus et al. 2021 (arXiv 2101.03961) for the balance loss, Zoph et al. 2
 Departure: f sums to 1 rather than to K, so a balanced router reads 1 for every K.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ backward (`moekit.objectives.denominator`), sums, and adds over microbatches and
 not depend on how the step was cut.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 

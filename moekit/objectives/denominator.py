@@ -14,8 +14,6 @@ of the step, over all ranks and microbatches; S = sequences, documents with at l
 Axis letters: M labelled positions of a microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ Departures: none in the sums. TRL's "ipo" and "sigmoid_norm" are the length-norm
 are those of the scores that the loss uses, where TRL shows sums for all of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -25,8 +25,6 @@ Departures from the papers, here and in the denominators:
 - No dual clip.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 Axis letters: M scored positions, D model width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from .. import ops

@@ -6,8 +6,6 @@ The policy's loss is that of `moekit.objectives.grpo` with PPO's settings; what 
 over a critic's values, then `whiten`). The critic is a learner of its own, on a model with a value head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -11,8 +11,6 @@ The words for the level of a ratio are the same everywhere:
 with d_t the difference of the log-probs of token t.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

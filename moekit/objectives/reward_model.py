@@ -3,8 +3,6 @@ r"""A reward model: one score an answer, such that the chosen answer of a pair h
 Axis letters: M scored answers (one labelled position each, the last token of the document), P = M / 2 pairs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

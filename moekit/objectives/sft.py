@@ -5,8 +5,6 @@ learner's (`moekit.objectives.denominator`): a supervised batch differs from a p
 and its divisor, and in nothing else (Section 22.1 of the Olmo-core 3 report).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Budgets in bytes: what the memory plan says of families, given to `moekit.data.budget`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers from a model, and how good they are: exact match by the task's scorer, loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers in a cell: every token with its log-prob, its experts and the version of the weights that sampled it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

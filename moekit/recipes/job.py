@@ -1,7 +1,5 @@
 """A recipe as a job that a person watches: checked first, submitted, followed with one progress line, then a table."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Axis letters: B rows of a step, T positions of a row, N positions seen flat, K experts per position.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

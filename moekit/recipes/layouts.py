@@ -9,8 +9,6 @@ processes (CPU, gloo, one thread each) with the same weights and rows, and every
 routes fall differently they are counted, and the layout runs again with the reference's routes.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 
 A command is a config, its groups of options, and the recipe that takes it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable

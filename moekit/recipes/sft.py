@@ -6,8 +6,6 @@
 Everything is checked before anything is written (`moekit.recipes.setup`). A run that was stopped goes on with
 `resume=True`, bitwise as if it had never stopped."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

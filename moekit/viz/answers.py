@@ -1,7 +1,5 @@
 """Answers as coloured tokens: how likely each was when it was sampled, and which experts read it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import exp
 from typing import Any, NamedTuple

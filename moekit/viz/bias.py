@@ -4,8 +4,6 @@ A reading is what `moekit.learner.lab.DenominatorLab.measure` returns; weights a
 
 Axis letters: S documents with labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Metrics over steps: one small panel for each question, lines labelled by name and last value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts side by side: how far each is from one process, and what it sends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

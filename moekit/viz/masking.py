@@ -3,8 +3,6 @@
 Supervised rows are the work that was asked for; context, filtered and padding rows are what it took. Everything is
 given per supervised token, so that rows of different kinds and elisions can be laid side by side."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 In a terminal the line is rewritten in place, in a notebook one output is updated, in a log file a line is added now
 and then. A browser that gets thousands of messages a second stops answering; ten are enough for the eye."""
 
-from __future__ import annotations
-
 import html
 import sys
 import threading

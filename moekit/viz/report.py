@@ -2,11 +2,9 @@
 
 Figures are the static twins as SVG, with their numbers in a table under each; no script, no font, no network."""
 
-from __future__ import annotations
-
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,13 +31,14 @@ SIDE_BY_SIDE = (
 
 
 def write_report(
-    run_folder: str | Path, *, scores: Mapping[str, tuple[float, float]] | None = None, readings: Any = None,
+    run_folder: str | Path, *, scores: Mapping[str, Sequence[float]] | None = None, readings: Any = None,
     interactive: bool = False,
 ) -> Path:  # fmt: skip
     """Write `report.html` into a run folder and return its path.
     Args:
         run_folder: a folder that `open_run` reads.
-        scores: task -> (before, after); None = the run card's results["scores"], if it has any.
+        scores: task -> (before, after), or a score for each of the run card's results["stages"]; None = the run card's
+            results["scores"], if it has any.
         readings: the denominators side by side (`viz.denominators.side_by_side`); None = `denominators.json` in the
             folder, if there is one.
         interactive: plotly figures instead of pictures; the page then carries plotly's script (about 5 MB).
@@ -54,6 +53,7 @@ def write_report(
         raise DataError(f"{run.folder} has no recorded step yet, so there is nothing to report")
     card = run.card.to_dict() if run.card is not None else {}
     told = card.get("results", {}).get("scores", {}) if scores is None else scores
+    stages = card.get("results", {}).get("stages", ("before", "after"))
     if readings is None and (run.folder / READINGS).exists():
         readings = json.loads((run.folder / READINGS).read_text())
     sums, found, sections, missing = token_accounting(run.metrics), losses(run.metrics), [], []
@@ -73,8 +73,8 @@ def write_report(
             missing.append(str(error))
     shut = run.card._repr_html_().replace("<details open>", "<details>") if run.card else "This run has no card."
     page = theme.page(
-        "report.html.jinja", run=run, run_card=card, sums=sums, losses=found, scores=told, number=number, short=_short,
-        sections=sections, missing=missing, card=Markup(shut), filename=lambda path: Path(path).name,
+        "report.html.jinja", run=run, run_card=card, sums=sums, losses=found, scores=told, stages=stages, number=number,
+        short=_short, sections=sections, missing=missing, card=Markup(shut), filename=lambda path: Path(path).name,
         date=lambda stamp: datetime.fromisoformat(stamp).strftime("%d %B %Y, %H:%M UTC"),
     )  # fmt: skip
     return write_atomic(run.folder / REPORT, page.encode())

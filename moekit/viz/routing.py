@@ -6,8 +6,6 @@ Load is a share of the balanced load: rows of an expert times E over the rows of
 0 = a dead expert.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A run (`moekit.open_run`), the path of a run folder, a DataFrame, a dictionary o
 dictionaries: each plot takes any of them, so that a plot needs no run and a run no plot.
 Axis letters: L layers that route, E experts, C classes."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from pathlib import Path

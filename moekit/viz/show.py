@@ -5,8 +5,6 @@ t + 1 of its document, so the last token of a prompt is supervised and the last 
 
 Axis letters: B rows, T positions in a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """The static twin, one pair of axes: its traces, and categories, ranges and ticks by plotly's habits."""
 
-from __future__ import annotations
-
 import html
 import re
 from typing import Any

@@ -8,8 +8,6 @@
 
 Importing this module imports neither plotly nor matplotlib."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import json
