@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .launch.worker import here
     from .learner.learner import Learner
     from .learner.weights import export, load
+    from .measure.headline import headline
     from .measure.record import open_run
     from .model.transformer import Transformer
     from .objectives.sft import SFT
@@ -51,6 +52,7 @@ __all__ = [
     "errors",
     "export",
     "generate",
+    "headline",
     "here",
     "live",
     "load",
@@ -78,6 +80,7 @@ _HOMES = {
     "Learner": "learner.learner",
     "export": "learner.weights",
     "load": "learner.weights",
+    "headline": "measure.headline",
     "open_run": "measure.record",
     "Transformer": "model.transformer",
     "SFT": "objectives.sft",

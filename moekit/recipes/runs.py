@@ -123,7 +123,7 @@ class Recorder:
         config, lead = run.config, run.world.rank == 0
         self.card: RunCard | None = None
         with together(run.waits):
-            if lead and run.place.folder is None and config.overwrite:
+            if lead and config.overwrite and run.folder != run.place.folder:
                 setup.clear(run.folder)
             self.writer = RunWriter(run.folder, resume=start if config.resume else None, rank=run.world.rank)
             if lead:

@@ -87,15 +87,20 @@ def share(world: World, value: Value) -> Value:
 
 
 def run_folder(config: RunConfig, here: Here, recipe: str = "sft") -> Path:
-    """Where the run goes: the launcher's folder, `config.out`, or a new one under runs/. Looks, and writes nothing.
+    """Where the run goes: the launcher's folder, or `config.out` inside it (a job of several runs); without a launcher
+    `config.out`, or a new one under runs/. Looks, and writes nothing.
     Raises:
         ConfigError: the launcher and `config.out` name two folders.
         RunExistsError: the folder holds something, and neither `overwrite` nor `resume` says what to do with it.
         CheckpointError: `resume` without a checkpoint.
         StorageError: it cannot be written."""
-    if here.folder is not None:
-        if config.out is not None and Path(config.out).resolve() != here.folder.resolve():
-            how = f"leave out=None and name the job, as in moekit.submit(train, config, name={Path(config.out).name!r})"
+    out = None if config.out is None else Path(config.out)
+    if here.folder is not None and out is not None and here.folder.resolve() in out.resolve().parents:
+        folder = out  # one of several runs of a job, in a folder of its own inside the job's
+        _look(folder, config)
+    elif here.folder is not None:
+        if out is not None and out.resolve() != here.folder.resolve():
+            how = f"leave out=None and name the job, as in moekit.submit(train, config, name={out.name!r})"
             raise ConfigError(f"out={config.out!r}, but this job's run folder is {here.folder}: {how}")
         folder = here.folder
     else:
