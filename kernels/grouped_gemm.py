@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from .tuning import EXACT, NARROW, WEIGHTS, Tile, gemm_tile, weight_tile
+from .tuning import Tile, gemm_tile, weight_tile
 
 INTERPRET = tl.constexpr(knobs.runtime.interpret)  # its bfloat16 products are wrong: multiply in float32 there
 
@@ -221,34 +221,3 @@ def grouped_wgrad(
             GATHER_X=x_row_R is not None, ADD=add, PRECISION=precision, **t.launch,
         )  # fmt: skip
     return out_EMK
-
-
-def _shipped() -> list[tuple]:
-    """What test_aot compiles: all that one feed-forward launches, with contiguous operands and 64 experts."""
-    found: list[tuple] = []
-    types = dict.fromkeys(("offset_ptr", "row_ptr", "place_ptr", "dy_row_ptr", "x_row_ptr"), "*i64:16")
-    types |= dict.fromkeys(("M", "K", "x_row", "y_row", "dy_row", "w_expert", "w_in", "w_out"), "i32:16")
-    types |= {"R": "i32", "E": "i32", "dw_ptr": "*fp32:16"}
-    forward, transposed, one = {"w_in": 1}, {"w_out": 1}, {"x_col": 1, "y_col": 1, "dy_col": 1}
-    gather = {"GATHER": True, "SCATTER": False, "CLEAR": False, "place_ptr": None}
-    scatter = {"GATHER": False, "SCATTER": True, "CLEAR": True, "row_ptr": None}
-    uses = {"up": gather | forward, "down": scatter | forward, "dh": gather | transposed, "dx": scatter | transposed}
-    d_up, d_down = {"GATHER_DY": False, "dy_row_ptr": None}, {"GATHER_X": False, "x_row_ptr": None}
-    weights = {"d_up": d_up | {"GATHER_X": True}, "d_down": d_down | {"GATHER_DY": True}}
-    for kind, precision, tiles in (("bf16", "ieee", NARROW), ("fp32", "ieee", EXACT), ("fp32", "tf32", EXACT)):
-        name, star = (precision if precision == "tf32" else kind), "" if (kind, precision) == ("fp32", "ieee") else "*"
-        operands = types | dict.fromkeys(("x_ptr", "w_ptr", "y_ptr", "dy_ptr"), f"*{kind}:16")
-        jobs = [(f"grouped_gemm {name} {t.rows} {use}{star}", _rows_kernel, t, ("BLOCK_R", "BLOCK_M", "BLOCK_K"),
-                 flags | {"EXPERTS": 128}) for t in tiles.values() for use, flags in uses.items()]  # fmt: skip
-        t = WEIGHTS[2 if kind == "bf16" else 4]
-        jobs += [(f"grouped_wgrad {name} {use}{star}", _weight_kernel, t, ("BLOCK_M", "BLOCK_K", "BLOCK_R"),
-                  flags | {"ADD": True, "w_in": 1}) for use, flags in weights.items()]  # fmt: skip
-        for name, kernel, t, blocks, flags in jobs:
-            constants = dict(zip(blocks, (t.rows, t.cols, t.depth))) | flags | {"PRECISION": precision}
-            constants |= {a: 1 for a in one if a in kernel.arg_names}
-            found.append((name, kernel, {a: kind for a, kind in operands.items() if a in kernel.arg_names},
-                          constants, t.warps, t.stages))  # fmt: skip
-    return found
-
-
-AOT = _shipped()

@@ -163,15 +163,3 @@ def grouped_mm(x: Quantised, w: Quantised, offset_E: Tensor, dtype: torch.dtype 
 
 # a depth of 128 spills on sm_90; 64 rows lose the block-scaled unit on sm_100
 TILE = {"BLOCK_R": 128, "BLOCK_M": 128, "BLOCK_K": 64}
-
-
-_bytes = dict.fromkeys(("code_ptr", "scale_ptr", "turned_ptr", "turned_scale_ptr"), "*u8:16")
-_sizes = {"x_ptr": "*bf16:16"} | dict.fromkeys(("R", "K", "x_batch", "x_row"), "i32:16")
-_tiles = {"rows": (True, False, 16, 256), "columns": (False, True, 64, 64), "both": (True, True, 64, 64)}
-_flags = ("ROWS", "COLUMNS", "BLOCK_R", "BLOCK_K")
-_scaled = dict.fromkeys(("x_ptr", "x_scale_ptr", "w_ptr", "w_scale_ptr"), "*u8:16") | {"y_ptr": "*bf16:16"}
-_scaled |= {"offset_ptr": "*i64:16", "R": "i32", "M": "i32:16", "K": "i32:16", "E": "i32"}
-AOT: list[tuple] = [("mxfp8 grouped_mm*", _scaled_kernel, _scaled, {"EXPERTS": 128, **TILE}, 8, 3)]
-for _name, _tile in _tiles.items():
-    _constants = dict(zip(_flags, _tile)) | {"FLOOR": False, "x_col": 1}
-    AOT.append((f"mxfp8 quantise {_name}", _quantise_kernel, _bytes | _sizes, _constants, 4, 3))

@@ -127,10 +127,3 @@ def _dgate_kernel(rows, dy, place, dgate, N, D, K: tl.constexpr, BLOCK_N: tl.con
         row = tl.load(rows + at[:, None] * D + d, mask=real, other=0.0).to(tl.float32)
         total += row * tl.load(dy + n[:, None] * D + d, mask=real, other=0.0).to(tl.float32)
     tl.store(dgate + n * K + tl.program_id(1), narrow(tl.sum(total, 1), dgate.dtype.element_ty), mask=n < N)
-
-
-_TYPES = dict.fromkeys(("x", "rows", "dy", "out"), "*bf16:16") | dict.fromkeys(("gate", "dgate"), "*fp32:16")
-_TYPES |= dict.fromkeys(("expert", "rank", "count", "place"), "*i64:16") | dict.fromkeys("NRE", "i32") | {"D": "i32:16"}
-AOT: list[Any] = [("plan rank", _rank_kernel, _TYPES, {"BLOCK": BLOCK, "PART": 8}, 4, 3)]
-for name, fn, K in (("permute", _sum_kernel, 1), ("combine", _sum_kernel, 8), ("combine dgate", _dgate_kernel, 8)):
-    AOT.append((name, fn, _TYPES, {"K": K, "BLOCK_N": TILE[0], "BLOCK_D": TILE[1]}, 4, 3))

@@ -74,9 +74,3 @@ def _choose(
         real = real & (tl.load(counted + n, mask=real, other=0) != 0)
     chosen = (key == LOWEST) & column & real[:, None]
     tl.atomic_add(count + e, tl.sum(chosen.to(tl.int64), 0), mask=e < E)
-
-
-_TYPES = dict.fromkeys(("logits", "bias"), "*fp32:16") | dict.fromkeys(("expert", "count"), "*i64:16")
-_TYPES |= {"counted": "*i1:16", "N": "i32"}
-_SIZES = [{"E": E, "K": 16, "SCORE": 1, "BLOCK_N": TILE // E, "BLOCK_E": E} for E in (64, 1024)]
-AOT = [(f"router_topk {sizes['E']} experts", _choose, _TYPES, sizes, 4, 3) for sizes in _SIZES]

@@ -61,8 +61,3 @@ def _move(
                 tl.store(own + d, tl.load(far + d, mask=moved, other=0.0), mask=(r < R)[:, None] & (d < D))
             else:
                 tl.store(far + d, tl.load(own + d, mask=moved), mask=moved)
-
-
-_TYPES = {"near": "*bf16:16", "peer": "*i64:16", "rank": "*i64:16", "row": "*i64:16", "R": "i32", "D": "i32:16"}
-_SIZES = {"WIDE": True, "BLOCK_R": TILE[0], "BLOCK_D": TILE[1]}
-AOT = [(f"rowwise {n}", _move, _TYPES, _SIZES | {"COPIES": 1, "FETCH": n == "get"}, 4, 3) for n in ("put", "get")]

@@ -119,11 +119,3 @@ def swiglu_backward(
             **TILE.launch,
         )  # fmt: skip
     return dpre, h, dgate
-
-
-_TYPES = dict.fromkeys(("dh_ptr", "pre_ptr", "h_ptr", "dpre_ptr"), "*bf16:16") | {"E": "i32"}
-_TYPES |= dict.fromkeys(("gate_ptr", "dgate_ptr"), "*fp32:16") | dict.fromkeys(("slot_ptr", "offset_ptr"), "*i64:16")
-_TYPES |= dict.fromkeys(("F", "dh_row", "pre_row", "dpre_row", "h_row"), "i32:16")
-_BLOCKS = {"GATED": True, "BLOCK_R": TILE.rows, "BLOCK_F": TILE.cols}
-_BOTH = (("swiglu forward", _forward_kernel), ("swiglu backward", _backward_kernel))
-AOT = [(name, kernel, _TYPES, _BLOCKS, TILE.warps, TILE.stages) for name, kernel in _BOTH]

@@ -146,13 +146,3 @@ def _backward(
     hit = v[None, :] == tl.load(label + m, mask=real, other=-1)[:, None]
     out = (g[:, None] * (tl.where(hit, 1.0, 0.0) - p) - e[:, None] * p * bend) * scale
     tl.store(dz + m[:, None] * row + column[None, :], narrow(out, dz.dtype.element_ty), mask=real[:, None])
-
-
-_TYPES = dict.fromkeys(("lse", "entropy", "parts"), "*fp32:16") | dict.fromkeys(("grad", "grad_entropy"), "*fp32")
-_TYPES |= dict.fromkeys(("D", "span", "start", "row"), "i32:16")
-_TYPES |= {"label": "*i64", "M": "i32", "V": "i32", "scale": "fp32"}
-AOT = []
-for kind, m, v, d, *options in TILES.values():
-    types = _TYPES | dict.fromkeys(("hidden", "head", "dz"), f"*{kind[:4]}:16")
-    for name, fn in (("forward", _forward), ("backward", _backward)):
-        AOT.append((f"logprobs {name} {kind}", fn, types, {"BM": m, "BV": v, "BD": d}, *options))

@@ -1,18 +1,15 @@
 """Compile Triton kernels for GPUs that are not there, and read registers, spills, shared memory and instructions.
 
-`python tests/kernels/aot.py 90` prints the table of all kernels for one architecture. A kernel file of the library
-lists what it ships as `AOT: list[tuple[name, jit function, signature, constexprs, num_warps, num_stages]]`. A signature
-names every argument that is no constexpr; `:16` after a type says that its value is a multiple of 16 ("*bf16:16",
-"i32:16"), as the launcher finds out by itself at run time; a constexpr value may be None for a pointer that is absent.
-A name that ends in "*" says that the kernel multiplies matrices, so the unit for that must be used.
+`python tests/kernels/aot.py 90` prints the table of all kernels for one architecture. What is compiled is listed
+in `shipped.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -20,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+SHIPPED = str(Path(__file__).with_name("shipped.py"))
 SHARED_LIMIT = 227 * 1024  # usable by one block on sm_90 and sm_100
 UNITS = {90: ("HGMMA", "QGMMA", "HMMA"), 100: ("UTCHMMA", "UTCQMMA", "HMMA")}  # 8 bits: Q; warp by warp: HMMA
 
@@ -77,13 +75,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 def reports(arch: int, only: str = "") -> list[Report]:
     """Every shipped kernel for one architecture."""
-    here = Path(__file__).resolve().parents[2] / "kernels"
-    found = []
-    for file in sorted(here.glob("*.py")):
-        if "\nAOT" in file.read_text():
-            entries = importlib.import_module(f"moekit.kernels.{file.stem}").AOT
-            found += [compile_kernel(*entry, arch=arch) for entry in entries if only in entry[0]]
-    return found
+    entries = [e for forms in runpy.run_path(SHIPPED)["ALL"] for e in forms()]
+    return [compile_kernel(*entry, arch=arch) for entry in entries if only in entry[0]]
 
 
 def start(arch: int, only: str = "") -> subprocess.Popen:
