@@ -17,6 +17,7 @@ from ..data.batch import Batch
 from ..data.chat import load_tokenizer
 from ..data.preference import Pairs
 from ..data.stream import RowStream
+from ..errors import ConfigError
 from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..measure.tokens import RowCounter
@@ -62,6 +63,13 @@ def train(config: DPOConfig) -> dict[str, Any]:
     start, state = runs.continued(run, learner)
     runs.restore_stream(run, stream, state)
     held.scores = state.get("scores", {})
+    if frozen is not None and config.update_every and start:
+        if start % config.update_every:
+            raise ConfigError(
+                f"the newest checkpoint is of step {start}, the reference of a step before (update_every="
+                f"{config.update_every}), which is not kept; start a new run from it"
+            )
+        follow(frozen, learner)
 
     def prepare(batches: Sequence[Batch]) -> list[Batch]:
         return list(batches) if frozen is None else resident(frozen, batches)

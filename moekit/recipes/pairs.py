@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class HeldOut:
         with together(run.waits):
             if run.config.eval_data is not None:
                 pairs = load(run.config, load_tokenizer(setup.tokenizer_folder(run.config)), run.config.eval_data)
+                pairs = replace(pairs, labels=run.data.labels)
         return cls(run, pairs)
 
     def due(self, step: int) -> bool:

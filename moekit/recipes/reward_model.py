@@ -21,6 +21,7 @@ from ..data.stream import RowStream
 from ..errors import CheckpointError
 from ..learner.forward import Forward
 from ..learner.learner import Learner
+from ..learner.mesh import World
 from ..learner.weights import from_checkpoint
 from ..model.heads import to_value_head
 from ..objectives.reward_model import RewardModel
@@ -50,13 +51,14 @@ def train(config: RewardConfig) -> dict[str, Any]:
     start, state = runs.continued(run, learner)
     runs.restore_stream(run, stream, state)
     held = HeldOut.of(run)
+    held.scores = state.get("scores", {})
     with Recorder(run, learner, start, shown=SHOWN, **pairs.card(config, objective)) as record:
         first = held.metrics(learner, list) if start == 0 else {}
         for step in range(start, config.steps):
             metrics = first | learner.step(pairs.microbatches(run.data, stream.take(), config, learner))
             if held.due(step):
                 metrics |= held.metrics(learner, list)
-            record.step(step, metrics, learner.counter.arrays(), stream.state())
+            record.step(step, metrics, learner.counter.arrays(), stream.state() | {"scores": held.scores})
             first = {}
     return record.finish(**held.scores)
 
@@ -77,7 +79,7 @@ def scorer(
         raise CheckpointError(
             f"{path} holds a language model, not a reward model; train one with `moekit reward-model`"
         )
-    layout = Forward(model, config, component="reward")
+    layout = Forward(model, config, None if config else World(), component="reward")
 
     def scores(sequences: Sequence[Sequence[int]]) -> list[float]:
         longest = max(map(len, sequences), default=1)

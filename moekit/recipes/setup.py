@@ -108,7 +108,7 @@ def run_folder(config: RunConfig, here: Here, recipe: str = "sft") -> Path:
         names = [config.out] if config.out is not None else [name, *(f"{name}-{i}" for i in range(2, 1000))]
         folder = next((f for f in map(Path, names) if not f.exists()), Path(names[0]))
         _look(folder, config)
-    if config.resume and not any((folder / CHECKPOINTS).glob("step_*")):
+    if config.resume and not any((*(folder / CHECKPOINTS).glob("step_*"), *folder.glob("reference"))):
         raise CheckpointError(f"nothing to resume: {folder / CHECKPOINTS} holds no checkpoint; start without resume")
     return folder
 
@@ -236,7 +236,8 @@ def restore(
         ConfigError: a setting that would make it another run, with its old and new value.
         CheckpointError: a broken checkpoint."""
     found = latest(folder / CHECKPOINTS)
-    assert found is not None  # run_folder has looked
+    if found is None:  # it ended while a reference was scored; `run_folder` has looked
+        return 0, {}
     extra = read_manifest(found)["extra"]
     old, new = _fixed(type(config).from_dict(extra["config"])), _fixed(config)
     told = [f"{name} was {old[name]!r}, is {new[name]!r}" for name in old if old[name] != new[name]]

@@ -204,6 +204,19 @@ def test_only_collectives_count_as_knock_on() -> None:
         assert worker._is_knock_on(wrapped)
 
 
+@pytest.mark.timeout(20)
+def test_an_error_raised_again_in_its_own_past_ends() -> None:
+    """As the pipeline raises what torch's schedule wrapped: the chain is a ring, and the rank must still end."""
+    cause = ValueError("no pairs")
+    try:
+        try:
+            raise RuntimeError("stage 1 failed") from cause
+        except RuntimeError as error:
+            raise error.__cause__ from None
+    except ValueError as again:
+        assert again.__context__.__cause__ is again and not worker._is_knock_on(again)
+
+
 def test_a_missing_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ranks").mkdir()
     config = {"function": "module.train", "nproc": 1, "nodes": 1, "threads": 1, "device": "cpu", "timeout": 1}

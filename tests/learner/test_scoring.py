@@ -96,11 +96,10 @@ def test_every_row_is_accounted_for(name):
         assert not a["reference/score/dropped"].any()
         assert torch.equal(rows_LC, (a["reference/score/positions"] * case.shape.top_k).expand_as(rows_LC))
         assert int(a["reference/score/positions"].sum()) == scoring.ROWS * scoring.LENGTH
-        assert got["metrics"] == want["metrics"]
-        assert got["metrics"]["rows/reference_score"] == int(a["reference/score/dispatched"].sum())
-        assert {*got["both"]} == {
-            f"{kind}/reference_{p}" for kind in ("rows", "positions") for p in ("score", "evaluate")
-        }
+        told, both = ({k: v for k, v in got[name].items() if not k.startswith("wire/")} for name in ("metrics", "both"))
+        assert told == {k: v for k, v in want["metrics"].items() if not k.startswith("wire/")}
+        assert told["rows/reference_score"] == int(a["reference/score/dispatched"].sum())
+        assert {*both} == {f"{kind}/reference_{p}" for kind in ("rows", "positions") for p in ("score", "evaluate")}
         assert got["both"]["rows/reference_evaluate"] == got["metrics"]["rows/reference_score"]
         assert got["empty"] == ({}, {})
 
