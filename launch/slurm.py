@@ -45,15 +45,8 @@ def write_scripts(folder: Path, config: dict[str, Any], env: dict[str, str]) -> 
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", f"--nnodes={config['nodes']}"]
     torchrun += [f"--nproc-per-node={config['nproc']}", f"--rdzv-id={config['run_id']}", "--rdzv-backend=c10d"]
     worker = ["--no-python", *python_command("worker", str(folder))]
-    (folder / "node.sh").write_text(f"""\
-#!/bin/bash
-# One node's part of a moekit run. On every node: bash node.sh HOST:PORT [ADDRESS]
-# HOST is the first node, PORT a free port of it, ADDRESS this node's own where its name does not lead to it.
-: "${{1:?give HOST:PORT, the same on every node}}"
-unset MPLBACKEND
-{exports}exec {shlex.join(torchrun)} --rdzv-endpoint="$1" ${{2:+--local-addr="$2"}} \\
-  {shlex.join(worker)}
-""")
+    called = {"torchrun": shlex.join(torchrun), "worker": shlex.join(worker)}
+    _fill(folder / "node.sh", exports=exports, **called)
     if config["backend"] != "slurm":
         return
     log = str(folder / "logs" / "supervisor.log").replace("\\", "\\\\").replace("%", "%%")  # % stands for the job's id
@@ -64,18 +57,16 @@ unset MPLBACKEND
         if value is not False and name not in ("setup", "submit"):
             directives += f"#SBATCH --{name.replace('_', '-')}"
             directives += "\n" if value is True else f"={shlex.quote(str(value))}\n"
-    (folder / "job.sbatch").write_text(f"""\
-#!/bin/bash
-{directives}
-# This script is one attempt, so it is not requeued: to go on after a failure, also with other nodes, submit the call
-# again with resume=True.
-echo "$SLURM_JOB_ID" > {run}/slurm_job
-{config["slurm"].get("setup", "")}
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-PORT={config["port"] or "$((20000 + SLURM_JOB_ID % 20000))"}
-exec srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
-  bash {run}/node.sh "$HEAD:$PORT"
-""")
+    setup = config["slurm"].get("setup", "")
+    _fill(folder / "job.sbatch", directives=directives, run=run, setup=setup, port=config["port"])
+
+
+def _fill(script: Path, **values: Any) -> None:
+    """Write a script from the template of its name beside this file."""
+    from jinja2 import Template
+
+    template = Template(Path(__file__).with_name(f"{script.name}.jinja").read_text(), keep_trailing_newline=True)
+    script.write_text(template.render(values))
 
 
 def send(folder: Path, env: dict[str, str]) -> None:

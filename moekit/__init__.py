@@ -9,8 +9,6 @@ CUDA and pulls in neither plotly nor widgets. Everything else is imported from w
 True
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -62,34 +60,26 @@ __all__ = [
     "submit",
 ]
 
-# public name -> the module that holds it; an empty string: the name is itself a module
-_HOMES = {
-    "errors": "",
-    "ops": "",
-    "DataConfig": "config",
-    "FilterConfig": "config",
-    "LearnerConfig": "config",
-    "ModelConfig": "config",
-    "RouterLossConfig": "config",
-    "SFTConfig": "config",
-    "Batch": "data.batch",
-    "Job": "launch.job",
-    "attach": "launch.job",
-    "here": "launch.worker",
-    "submit": "launch.submit",
-    "Learner": "learner.learner",
-    "export": "learner.weights",
-    "load": "learner.weights",
-    "headline": "measure.headline",
-    "open_run": "measure.record",
-    "Transformer": "model.transformer",
-    "SFT": "objectives.sft",
-    "check_layouts": "recipes.layouts",
-    "generate": "recipes.generate",
-    "live": "viz.live",
-    "show": "viz.show",
+# the module that holds them -> public names; an empty string: the names are themselves modules
+_MODULES = {
+    "": "errors ops",
+    "config": "DataConfig FilterConfig LearnerConfig ModelConfig RouterLossConfig SFTConfig",
+    "data.batch": "Batch",
+    "launch.job": "Job attach",
+    "launch.submit": "submit",
+    "launch.worker": "here",
+    "learner.learner": "Learner",
+    "learner.weights": "export load",
+    "measure.record": "open_run",
+    "model.transformer": "Transformer",
+    "objectives.sft": "SFT",
+    "recipes.generate": "generate",
+    "recipes.layouts": "check_layouts",
+    "measure.headline": "headline",
+    "viz.live": "live",
+    "viz.show": "show",
 }
-
+_HOMES = {name: home for home, names in _MODULES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # which lets type checkers report a name that does not exist
 
