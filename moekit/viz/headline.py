@@ -6,8 +6,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError
-from ..measure.headline import COMPONENTS, QUANTITIES, headline
-from .theme import INK, MUTED, SERIES, SIZE, Figure, figure, names_axis, note, number, tint
+from ..measure.headline import COMPONENTS, PARTS, QUANTITIES, headline
+from .theme import INK, MUTED, SERIES, SIZE, Figure, figure, names_axis, note, tint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,16 +32,18 @@ def headline_figure(runs: Any, *, title: str = "What one supervised token costs"
     if not shown:
         raise DataError("the runs hold no row, byte or second; nothing to draw")
     margin = {"l": min(30 + 7 * max(map(len, names)), 220), "t": 116, "r": 50, "b": 66}
-    tinted = "policy dark to light: forward, recompute, backward, score; memory: weights to what is saved"
-    fig = figure(title, f"By component; shorter is better. Tints: {tinted}", width=980, barmode="stack", bargap=0.36,
-                 height=116 + 36 * len(names) + 66, margin=margin, hovermode="closest")  # fmt: skip
+    tinted = "forward, recompute, backward, score; of memory: weights to saved activations"
+    how = f"By component; shorter is better. Dark to light: {tinted}"
+    fig = figure(title, how, width=980, height=116 + 36 * len(names) + 66, margin=margin, barmode="stack", bargap=0.36,
+                 hovermode="closest")  # fmt: skip
     width = (1 - GAP * (len(shown) - 1)) / len(shown)
     totals = table.groupby(level="run", sort=False).sum(min_count=1)
     for at, quantity in enumerate(shown):
         suffix, left = str(at + 1) if at else "", at * (width + GAP)
         factor = QUANTITIES[quantity][1]
-        for (component, part), some in table[quantity].dropna().groupby(level=["component", "part"], sort=False):
-            x = some.droplevel(["component", "part"]).reindex(names).mul(factor).fillna(0.0)
+        bars = table[quantity].mul(factor).dropna().unstack("run").reindex(columns=names).fillna(0.0)
+        for component, part in sorted(bars.index, key=lambda k: (COMPONENTS.index(k[0]), PARTS.index(k[1]))):
+            x = bars.loc[(component, part)]
             if x.any():
                 fig.add_bar(x=x.tolist(), y=names, orientation="h", name=f"{component} {part}, {TITLES[quantity]}",
                             marker={"color": tint(COLOUR[component], TINT.get(part, 1.0)), "line": {"width": 0.5}},
@@ -49,7 +51,7 @@ def headline_figure(runs: Any, *, title: str = "What one supervised token costs"
         most = float(totals[quantity].max()) * factor
         for name in names:
             total = totals[quantity].get(name, float("nan"))
-            text, colour = (number(float(total) * factor), INK) if isfinite(total) else ("none", MUTED)
+            text, colour = (f"{float(total) * factor:.3g}", INK) if isfinite(total) else ("none", MUTED)
             note(fig, text, float(total) * factor if isfinite(total) else 0.0, name, axes=(f"x{suffix}", f"y{suffix}"),
                  shift=(5, 0), colour=colour, size=SIZE["tick"])  # fmt: skip
         note(fig, f"<b>{TITLES[quantity]}</b>", left, 1, stand="left bottom", shift=(0, 8))
@@ -62,5 +64,5 @@ def headline_figure(runs: Any, *, title: str = "What one supervised token costs"
             component, component
         )
         note(fig, f"<b>{words}</b>", 0, 0, stand="left top", shift=(place, -16), colour=COLOUR[component])
-        place += 7.6 * len(words) + 22
+        place += 8.4 * len(words) + 14
     return fig

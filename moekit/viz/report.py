@@ -16,8 +16,10 @@ from ..data.batch import CLASSES
 from ..errors import DataError
 from ..measure.card import losses, token_accounting
 from ..measure.files import write_atomic
+from ..measure.headline import headline, in_units
 from ..measure.record import open_run
 from . import curves, denominators, masking, routing, static, tables, theme
+from .headline import headline_figure
 from .series import counts
 from .theme import Figure, need, number
 
@@ -60,6 +62,7 @@ def write_report(
     for title, make in (
         ("Loss", lambda: _loss(run, found)),
         ("Routed work by class", lambda: _work(run, sums)),
+        ("What a supervised token costs", lambda: _cost(run)),
         ("Expert load", lambda: _load(run)),
         ("Expert load over time", lambda: (LOAD_TIME, routing.load_over_time(run))),
         ("Loss denominators side by side", lambda: (SIDE_BY_SIDE, denominators.side_by_side(readings or {}))),
@@ -112,6 +115,17 @@ def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
         text += f" Another {elided:,} rows were elided: they were proved not to reach the loss."
     text += f" {rows['dropped']:,} rows were dropped." if rows.get("dropped") else ""
     return text, masking.routed_work(run)
+
+
+def _cost(run: Any) -> tuple[Any, ...]:
+    table = headline(run)
+    some = in_units(table, ("component",))
+    told = [f"{what} {number(float(some[what].sum()))}" for what in some if some[what].any()]
+    most = some["seconds, ms"].dropna()
+    text = f"One supervised token took {', '.join(told)}."
+    if len(most) > 1:
+        text += f" {100 * most.max() / most.sum():.0f} % of the time went to the {most.idxmax()}."
+    return text, headline_figure(table, title="What one supervised token costs")
 
 
 def _load(run: Any) -> tuple[Any, ...]:
