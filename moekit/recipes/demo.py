@@ -2,10 +2,9 @@
 
 From nothing: chats are made from reasoning-gym tasks and joined with our own small chat file, a tokenizer is trained,
 random weights are written as a Hugging Face folder (initial/), fine-tuned by the same recipe and launcher that any run
-takes, and exported. Held-out questions, none of which was trained on, are answered before and after. The export is
-loaded by Transformers, which must give the same logits. Everything is in the run folder."""
-
-from __future__ import annotations
+takes, and exported. The export learns from preferences (a run of its own in dpo/), and what comes out from verified
+rewards (grpo/). Held-out questions, none of which was trained on, are answered before and after each stage. The exports
+are loaded by Transformers, which must give the same logits. Everything is in the run folder."""
 
 import json
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..config import DataConfig, Denominator, LearnerConfig, RouterLossConfig, SFTConfig
+from ..config import DataConfig, Denominator, LearnerConfig, RouterLossConfig, RunConfig, SFTConfig
 from ..data import tasks
 from ..data.batch import Batch
 from ..data.chat import load_tokenizer
@@ -36,13 +35,15 @@ from ..model.transformer import Transformer, logits
 from ..objectives.sft import SFT
 from ..viz.report import READINGS, write_report
 from ..viz.theme import need
+from ..workloads import DPOConfig, GRPOConfig
+from . import dpo, grpo, sft
 from .evaluate import evaluate
-from .job import follow, table
+from .job import Train, follow, table
 from .setup import EXPORT
-from .sft import train
 
 MARK = "demo.json"  # what only a demo leaves: the folder may be made anew
-STEPS = 500  # about 70 s on two cores
+STEPS = 300  # of fine-tuning, about 45 s on two cores
+DPO_STEPS, GRPO_STEPS = 40, 60
 HELD_OUT = 50  # questions of each task
 TASKS: dict[str, dict[str, Any]] = {  # name -> how many to train on, and the task's own settings
     "spell_backward": {"size": 9000, "min_word_len": 3, "max_word_len": 5},
@@ -55,9 +56,9 @@ def demo(out: str | Path = "runs/demo", *, nproc: int = 2, steps: int | None = N
     Args:
         out: run folder; made anew if an earlier demo made it, refused if it holds anything else.
         nproc: processes.
-        steps: optimizer steps; None = `STEPS`.
-    Returns: `scores` (task -> (before, after), shares of held-out questions answered right), `summary` of the run,
-        `report`, and `transformers`: the largest difference between its logits and ours.
+        steps: optimizer steps of fine-tuning, and the most of the other stages; None = `STEPS`.
+    Returns: `scores` (task -> shares of held-out questions answered right, before and after each stage), `summary` (of
+        each stage's run), `report`, and `transformers`: the largest difference between its logits and ours.
     Raises:
         RunExistsError: the folder holds something that no demo made, or a demo that is still going.
         JobError: the training failed."""
@@ -76,41 +77,43 @@ def _demo(folder: Path, nproc: int, steps: int) -> dict[str, Any]:
     _make_room(folder)
     say = lambda text: print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
 
-    say("1/6 chats from reasoning-gym tasks and our own file, and a tokenizer")
+    say("1/7 chats and preferences from reasoning-gym tasks, our own chats, and a tokenizer")
     held_out = _make_data(folder)
     tokenizer = load_tokenizer(folder / "tokenizer")
     shape = replace(preset("demo"), vocab=len(tokenizer), bos_id=tokenizer.bos_token_id,
                     eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)  # fmt: skip
     count = parameter_counts(shape)
-    say(f"2/6 a random mixture of experts: {shape.layers} layers, {shape.experts} experts, {shape.top_k} for a token, "
+    say(f"2/7 a random mixture of experts: {shape.layers} layers, {shape.experts} experts, {shape.top_k} for a token, "
         f"{count['total']:,} parameters, {count['active']:,} active")  # fmt: skip
     model = Transformer(shape, seed=0)
     export(model, folder / "initial", folder / "tokenizer", overwrite=True)
-    before = evaluate(model, tokenizer, held_out, max_new_tokens=24)
+    answers = {"before": evaluate(model, tokenizer, held_out, max_new_tokens=24)}
+    summary: dict[str, dict[str, Any]] = {}
+    difference = 0.0
+    for n, (name, (train, out, config, what)) in enumerate(_stages(folder, steps).items()):
+        say(f"{3 + n}/7 {name}: {what}, {config.steps} steps on {nproc} processes")
+        job = submit(train, config, nproc=nproc, name=out.resolve().name, runs=out.resolve().parent,
+                     overwrite=out == folder, malloc="keep", device="cpu")  # fmt: skip
+        try:
+            follow(job, config.steps)
+            summary[name] = job.result()[0]
+        except KeyboardInterrupt:
+            job.stop()
+            raise
+        model = load(out / EXPORT)
+        answers[name] = evaluate(model, tokenizer, held_out, max_new_tokens=24)
+        off = check_transformers(out / EXPORT, model, tokenizer, held_out[0]["messages"][:1])
+        difference = max(difference, off)
 
-    say(f"3/6 fine-tuning on {nproc} processes, {steps} steps")
-    config = _config(folder, steps)
-    job = submit(train, config, nproc=nproc, name=folder.resolve().name, runs=folder.resolve().parent, overwrite=True,
-                 malloc="keep", device="cpu")  # fmt: skip
-    try:
-        follow(job, steps)
-        summary = job.result()[0]
-    except KeyboardInterrupt:
-        job.stop()
-        raise
-
-    say("4/6 held-out questions, and Transformers on the export")
-    model = load(folder / EXPORT)
-    after = evaluate(model, tokenizer, held_out, max_new_tokens=24)
-    difference = check_transformers(folder / EXPORT, model, tokenizer, held_out[0]["messages"][:1])
-    say("5/6 one batch under every denominator")
-    write_atomic(folder / READINGS, json.dumps(denominators(model, config, tokenizer)).encode())
-    say("6/6 the report")
-    scores = {"all tasks": (before["exact"], after["exact"])}
-    scores |= {name: (t["exact"], after["tasks"][name]["exact"]) for name, t in before["tasks"].items()}
-    _write_results(folder, scores, difference, after)
+    say("6/7 one batch under every denominator")
+    readings = denominators(load(folder / EXPORT), _config(folder, steps), tokenizer)
+    write_atomic(folder / READINGS, json.dumps(readings).encode())
+    say("7/7 the report")
+    scores = {"all tasks": tuple(a["exact"] for a in answers.values())}
+    scores |= {name: tuple(a["tasks"][name]["exact"] for a in answers.values()) for name in TASKS}
+    _write_results(folder, scores, difference, answers)
     report = write_report(folder, scores=scores)
-    print(_told(folder, scores, summary, after, difference, report, time.monotonic() - began))
+    print(_told(folder, scores, summary, answers, difference, report, time.monotonic() - began))
     return {"scores": scores, "summary": summary, "report": str(report), "transformers": difference}
 
 
@@ -119,26 +122,52 @@ def _make_room(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARK).exists():
             raise RunExistsError(f"{folder} exists and no demo made it; nothing was touched, give another --out")
-        if (folder / "state.json").exists() and not attach(folder).done:
-            raise RunExistsError(f"a demo is still going in {folder}; wait, or use moekit.attach(folder).stop()")
+        for run in (folder, folder / "dpo", folder / "grpo"):
+            if (run / "state.json").exists() and not attach(run).done:
+                raise RunExistsError(f"a demo is still going in {run}; wait, or use moekit.attach({str(run)!r}).stop()")
         shutil.rmtree(folder)
     write_atomic(folder / MARK, b"{}\n")
 
 
 def _make_data(folder: Path) -> list[dict[str, Any]]:
-    """data/train.jsonl, data/held_out.jsonl and tokenizer/; returns the held-out items."""
-    chats = [{"messages": e.messages} for e in load_examples(CHATS)]
-    held_out = []
+    """The files of data/, and tokenizer/; returns the held-out items."""
+    held_out, asked, pairs, kept_pairs = list[Any](), list[Any](), list[Any](), list[Any]()
     for name, settings in TASKS.items():
-        chats += [{"messages": item["messages"]} for item in tasks.make_task(name, "train", **settings)]
-        held_out += tasks.make_task(name, "heldout", **{**settings, "size": HELD_OUT, "seed": 1})
-    for name, items in {"train": chats, "held_out": held_out}.items():
+        held = {**settings, "size": HELD_OUT, "seed": 1}
+        asked += [{"messages": item["messages"]} for item in tasks.make_task(name, "train", **settings)]
+        held_out += tasks.make_task(name, "heldout", **held)
+        pairs += tasks.make_pairs(name, "train", **{**settings, "size": settings["size"] // 10})
+        kept_pairs += tasks.make_pairs(name, "heldout", **held)
+    chats = [{"messages": e.messages} for e in load_examples(CHATS)] + asked
+    # In prompts.jsonl a task's own data is left out: answers are right to the letter, or not at all.
+    files = {"train": chats, "prompts": asked, "held_out": held_out, "pairs": pairs, "held_out_pairs": kept_pairs}
+    for name, items in files.items():
         lines = [json.dumps(item, default=str) for item in items]
         write_atomic(folder / "data" / f"{name}.jsonl", "\n".join([*lines, ""]).encode())
     # Only what a fifth of all questions repeats becomes one token; words that are to be spelled stay letters.
     texts = [m["content"] for chat in chats for m in chat["messages"]]
     train_tokenizer(texts, 512, folder / "tokenizer", min_frequency=len(chats) // 5)
     return held_out
+
+
+def _stages(folder: Path, steps: int) -> dict[str, tuple[Train, Path, RunConfig, str]]:
+    """Name -> recipe, run folder, config (each starts from the export of the one before), and what is said of it."""
+    router, data = RouterLossConfig(balance=0.01), folder / "data"
+    preferences = DPOConfig(
+        model=str(folder / EXPORT), data=str(data / "pairs.jsonl"), eval_data=str(data / "held_out_pairs.jsonl"),
+        steps=min(DPO_STEPS, steps), batch_pairs=32, length=256, reference="resident",
+        learner=LearnerConfig(lr=1e-4, warmup_steps=5, router=router),
+    )  # fmt: skip
+    rewards = GRPOConfig(
+        model=str(folder / "dpo" / EXPORT), data=str(data / "prompts.jsonl"), steps=min(GRPO_STEPS, steps), prompts=96,
+        group=8, drop_equal_groups=True, max_prompt=96, max_new_tokens=24, length=256, slots=384,
+        learner=LearnerConfig(lr=5e-4, warmup_steps=10, betas=(0.9, 0.99), router=router),
+    )  # fmt: skip
+    return {
+        "SFT": (sft.train, folder, _config(folder, steps), "fine-tuning on the chats"),
+        "DPO": (dpo.train, folder / "dpo", preferences, "right answers are preferred to those to other questions"),
+        "GRPO": (grpo.train, folder / "grpo", rewards, "answers are sampled, and the right ones rewarded"),
+    }
 
 
 def _config(folder: Path, steps: int) -> SFTConfig:
@@ -175,36 +204,44 @@ def denominators(model: Transformer, config: SFTConfig, tokenizer: Any, rows: in
 
 
 def _write_results(
-    folder: Path, scores: dict[str, tuple[float, float]], difference: float, after: dict[str, Any]
+    folder: Path, scores: dict[str, tuple[float, ...]], difference: float, answers: dict[str, dict[str, Any]]
 ) -> None:
-    """Scores into the run card; every answer into results/held_out.json."""
+    """Scores into the run card; every answer after the last stage into results/held_out.json."""
     card = open_run(folder).card
     assert card is not None
-    results = {**card.results, "scores": scores, "relative difference of Transformers' logits": difference}
+    results = {**card.results, "scores": scores, "stages": list(answers),
+               "relative difference of Transformers' logits": difference}  # fmt: skip
     with RunWriter(folder, resume=1 << 60, rank=0) as writer:
         writer.card(replace(card, results=results))
-    write_atomic(folder / "results" / "held_out.json", json.dumps(after, indent=1).encode())
+    last = list(answers.values())[-1]
+    write_atomic(folder / "results" / "held_out.json", json.dumps(last, indent=1).encode())
 
 
-def _told(folder: Path, scores: dict[str, tuple[float, float]], summary: dict[str, Any], after: dict[str, Any],
+def _told(folder: Path, scores: dict[str, tuple[float, ...]], summary: dict[str, Any], answers: dict[str, Any],
           difference: float, report: Path, seconds: float) -> str:  # fmt: skip
     width = max(map(len, scores))
-    lines = ["", f"{'held-out questions answered right':<{width + 12}}before   after"]
-    lines += [f"  {name:<{width + 10}}{a:>6.0%}  {b:>6.0%}" for name, (a, b) in scores.items()]
-    said = (f"  {a['question'].splitlines()[-1]}  ->  {a['answer']}" for a in after["answers"][:: HELD_OUT // 2])
-    lines += ["", "for example", *said]
+    head = "held-out questions answered right"
+    lines = ["", f"{head:<{width + 12}}" + "".join(f"{stage:>8}" for stage in answers)]
+    lines += [f"  {name:<{width + 10}}" + "".join(f"{x:>8.0%}" for x in found) for name, found in scores.items()]
+    last = answers["GRPO"]["answers"][:: HELD_OUT // 2]
+    lines += ["", "for example", *(f"  {a['question'].splitlines()[-1]}  ->  {a['answer']}" for a in last)]
+    fine, pairs, rewarded = summary["SFT"], summary["DPO"], open_run(folder / "grpo").metrics["reward/mean"]
     loss = open_run(folder).metrics["loss/sft"]
     facts = {
-        "loss, mean of first and last 10 steps": f"{loss[:10].mean():.3f}, {loss[-10:].mean():.3f}",
-        "supervised tokens": summary["supervised_tokens"],
-        "supervised tokens/s": summary["supervised_tokens_s"],
-        "routed rows": summary["rows_dispatched"],
-        "routed rows per supervised token": summary["rows_per_supervised_token"],
+        "SFT: loss, mean of first and last 10 steps": f"{loss[:10].mean():.3f}, {loss[-10:].mean():.3f}",
+        "SFT: supervised tokens": fine["supervised_tokens"],
+        "SFT: supervised tokens/s": fine["supervised_tokens_s"],
+        "SFT: routed rows per supervised token": fine["rows_per_supervised_token"],
+        "DPO: held-out pairs told apart": f"{pairs['after']['eval/accuracy']:.0%}",
+        "DPO: routed rows per supervised token": pairs["rows_per_supervised_token"],
+        "GRPO: reward, mean of first and last 10 steps": f"{rewarded[:10].mean():.3f}, {rewarded[-10:].mean():.3f}",
+        "GRPO: routed rows per supervised token": summary["GRPO"]["rows_per_supervised_token"],
         "Transformers' logits differ by": f"{difference:.1e}",
         "report": report,
-        "checkpoint": summary["checkpoint"],
-        "Hugging Face folder": folder / EXPORT,
+        "runs": f"{folder}, {folder / 'dpo'}, {folder / 'grpo'}",
+        "checkpoint": summary["GRPO"]["checkpoint"],
+        "Hugging Face folder": folder / "grpo" / EXPORT,
         "seconds in all": seconds,
     }
-    again = f'moekit generate --model {folder} --prompt "Spell this word backward (example: sun -> nus): moe"'
+    again = f'moekit generate --model {folder / "grpo"} --prompt "Spell this word backward (example: sun -> nus): moe"'
     return "\n".join([*lines, "", table(facts), "", f"ask it: {again}"])

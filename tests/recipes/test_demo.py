@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moekit.data.chat import load_tokenizer
 from moekit.errors import RunExistsError
+from moekit.measure.record import open_run
 from moekit.recipes import demo as module
 
 pytest.importorskip("reasoning_gym")
@@ -18,12 +20,18 @@ pytest.importorskip("matplotlib")
 
 LEFT = ("metrics.jsonl", "arrays", "card.json", "card.html", "report.html", "denominators.json", "checkpoints",
         "results/held_out.json", "export/config.json", "export/tokenizer.json", "initial/config.json",
-        "tokenizer/tokenizer.json", "data/train.jsonl", "data/held_out.jsonl")  # fmt: skip
+        "tokenizer/tokenizer.json", "data/train.jsonl", "data/held_out.jsonl", "data/prompts.jsonl",
+        "data/pairs.jsonl", "data/held_out_pairs.jsonl", "dpo/card.html", "dpo/checkpoints", "dpo/export/config.json",
+        "grpo/card.html", "grpo/checkpoints", "grpo/export/config.json", "grpo/samples.jsonl")  # fmt: skip
+STAGES = ["before", "SFT", "DPO", "GRPO"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def questions(path: Path) -> set[str]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {m["content"] for line in lines for m in line["messages"] if m["role"] == "user"}
+    return {m["content"] for line in read(path) for m in line["messages"] if m["role"] == "user"}
 
 
 def test_held_out_questions_are_not_trained_on(tmp_path):
@@ -32,6 +40,9 @@ def test_held_out_questions_are_not_trained_on(tmp_path):
     assert len(held_out) == len(kept) == 100 and not train & kept
     chats = [json.loads(line)["messages"] for line in module.CHATS.read_text().splitlines()]
     assert {m["content"] for c in chats for m in c if m["role"] == "user"} <= train
+    asked, pairs = questions(tmp_path / "data" / "prompts.jsonl"), read(tmp_path / "data" / "pairs.jsonl")
+    assert asked < train and {p["prompt"] for p in pairs} <= asked and all(p["chosen"] != p["rejected"] for p in pairs)
+    assert {p["prompt"] for p in read(tmp_path / "data" / "held_out_pairs.jsonl")} <= kept
     # words that every question has are one token, words to spell are letters
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert "Ġbackward" in tokenizer.tokenize("Spell this word backward")
@@ -54,16 +65,28 @@ def test_a_short_demo_leaves_everything_and_may_be_made_again(tmp_path, monkeypa
     assert not (folder / "leftover").exists()
     for name in LEFT:
         assert (folder / name).exists(), name
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
-    assert told["transformers"] < 1e-5 and told["summary"]["steps"] == 3
+    for name, run in {"SFT": folder, "DPO": folder / "dpo", "GRPO": folder / "grpo"}.items():
+        opened = open_run(run)
+        assert len(opened.metrics) == told["summary"][name]["steps"] == 3
+        assert opened.card is not None and opened.card.layout["world"] == 2
+        assert opened.card.objective["name"] == name.lower()
+    assert told["transformers"] < 1e-5
     card = json.loads((folder / "card.json").read_text())
-    assert card["layout"]["world"] == 2 and set(card["results"]["scores"]) == {"all tasks", *module.TASKS}
+    assert set(card["results"]["scores"]) == {"all tasks", *module.TASKS} and card["results"]["stages"] == STAGES
+    assert all(len(found) == 4 for found in told["scores"].values())
     readings = json.loads((folder / "denominators.json").read_text())
     assert readings["global_tokens"]["cosine"] == pytest.approx(1) and readings["sequence_mean"]["cosine"] < 1
     out = capsys.readouterr().out
-    assert re.search(r"all tasks +0% +0%", out) and "6/6 the report" in out and str(folder / "export") in out
+    assert re.search(" +".join(STAGES), out) and re.search(r"all tasks( +0%){4}", out)
+    assert "7/7 the report" in out and str(folder / "grpo" / "export") in out
     page = (folder / "report.html").read_text()
-    for section in ("Loss", "Routed work by class", "Expert load", "Loss denominators side by side"):
+    for section in (
+        "Loss",
+        "Routed work by class",
+        "Expert load",
+        "Loss denominators side by side",
+        "Scores, before → SFT → DPO → GRPO",
+    ):
         assert section in page, section
 
 
@@ -78,8 +101,9 @@ def test_a_folder_that_no_demo_made_is_refused(tmp_path):
 
 @pytest.mark.long
 def test_the_demo_learns_what_it_was_not_shown(tmp_path):
-    """Random weights answer nothing; after the demo at least three of four held-out questions are right."""
+    """Random weights answer nothing; fine-tuning teaches the task, preferences are learnt, rewards add to it."""
     told = module.demo(tmp_path / "demo")
-    for task, (before, after) in told["scores"].items():
-        assert before <= 0.1 and after >= 0.6, task
-    assert told["scores"]["all tasks"][1] >= 0.75
+    for task, (before, tuned, _, rewarded) in told["scores"].items():
+        assert before <= 0.1 and tuned >= 0.4 and rewarded >= 0.6, task
+    _, tuned, preferred, rewarded = told["scores"]["all tasks"]
+    assert rewarded >= max(tuned, preferred) and told["summary"]["DPO"]["after"]["eval/accuracy"] >= 0.8
