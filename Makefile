@@ -1,5 +1,5 @@
 # Python 3.11 or newer is all that these need: each target makes .venv and installs into it what it uses.
-#   make demo       fine-tune a tiny sparse MoE on two processes and report where the routed work went
+#   make demo       SFT, DPO and GRPO of a tiny sparse MoE on two processes, and where the routed work went
 #   make lab        JupyterLab, at the notebooks
 #   make test       style, unit and multi-process tests, doctests, notebooks
 #   make test-full  the long tests that `make test` leaves out
