@@ -61,6 +61,8 @@ def _choose(x_ND, rows: Sorted, gate_NK, gate_up_E2FD, down_EDF) -> str:
     if rows.rows == 0 or gate_up_E2FD.numel() < SMALL:
         return "native"
     key = bucket(x_ND, rows.rows, gate_up_E2FD)
+    if key not in _choices and (torch.is_inference_mode_enabled() or x_ND.is_inference()):
+        return "native"  # no backward can be timed there
     if key not in _choices:
         spent = {name: _seconds(form, x_ND, rows, gate_NK, gate_up_E2FD, down_EDF) for name, form in FORMS.items()}
         best = "torch" if spent["torch"] * MARGIN < spent["native"] else "native"

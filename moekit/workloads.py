@@ -168,6 +168,10 @@ class PPOConfig(RLConfig):
     def _check(self) -> None:
         super()._check()
         _need(0 <= self.gamma <= 1 and 0 <= self.lam <= 1, f"gamma={self.gamma} and lam={self.lam} must be in 0..1")
+        _need(
+            self.critic_warmup < self.steps,
+            f"critic_warmup={self.critic_warmup} leaves the policy none of steps={self.steps} to learn in; take fewer",
+        )
 
 
 def _check_rows(length: int, tokens: int) -> None:

@@ -1,5 +1,5 @@
-"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py, sft.py, checkpoint.py or
-moe_ffn.py.
+"""moekit's column in the peer benches: pass ``--extra moekit_cases.py`` to train_step.py, sft.py, checkpoint.py,
+moe_ffn.py, dpo.py or grpo.py.
 
 The peer's weights are loaded into moekit's model through a Hugging Face folder and the losses are compared before
 anything is timed (relative 1e-5 in float32, 1e-2 in bfloat16). Our bfloat16 is bf16 parameters and gradients of bf16
@@ -50,6 +50,10 @@ def rows_of(batch):
 
 def cases(bench, **context):
     """Callables by name, for the bench that asks."""
+    if bench in ("dpo", "grpo"):
+        import moekit_rl
+
+        return getattr(moekit_rl, bench)(**context)
     found = {"a_train_step": train_step, "b_sft": sft, "f_moe_ffn": moe_ffn, "g_checkpoint": checkpoint}
     return found.get(bench, lambda **_: {})(**context)
 

@@ -107,7 +107,8 @@ def update(
             batches = rl.microbatches(experience.samples(none), config, reference)
             theirs = sampler.scored(reference, batches, experience)
     with sampler.watch.during("critic_score"):
-        batches = rl.microbatches(experience.samples(none, after_cut=True), config, critic)
+        cut_A = torch.tensor([not a.terminated for a in experience.answers])
+        batches = rl.microbatches(experience.samples(none), config, critic, cut_A=cut_A)
         values = sampler.scored(critic, batches, experience)
     fields, keep_A, told = targets(experience, config, old, theirs, values)
     updates: list[tuple[dict[str, float], dict[str, Tensor]]] = []

@@ -72,6 +72,8 @@ def scorer(
         path: a run folder or a checkpoint.
         config: the layout that it runs on; None = alone in this process.
         rows: sequences of one forward.
+    Returns: the function; a sequence of fewer than two tokens has no score: NaN. On a layout of several ranks it is a
+        collective, with each data-parallel rank's own sequences, and as many or as few as it has.
     Raises CheckpointError: no checkpoint, or a model without a value head.
     """
     model = from_checkpoint(latest(Path(path) / CHECKPOINTS) or path, device=device)
@@ -84,14 +86,13 @@ def scorer(
     def scores(sequences: Sequence[Sequence[int]]) -> list[float]:
         longest = max(map(len, sequences), default=1)
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        found = torch.zeros(len(sequences))
-        for at in range(0, len(order), rows):
-            some = order[at : at + rows]
-            samples = [Sample(sequences[i][:1], [sequences[i][1:]]) for i in some]
-            batch = family_rows(samples, longest, share=False, labels="last").trim()
-            (value_M,) = layout.score([batch])
-            answer_M = batch.flat.at_labels("answer")
-            found[torch.tensor(some)[answer_M]] = value_M.float()
+        order = [i for i in order if len(sequences[i]) > 1]
+        found = torch.full((len(sequences),), torch.nan)
+        parts = [order[at : at + rows] for at in range(0, len(order), rows)]
+        samples = [[Sample(sequences[i][:1], [sequences[i][1:]]) for i in some] for some in parts]
+        batches = [family_rows(some, longest, share=False, labels="last").trim() for some in samples]
+        for some, batch, value_M in zip(parts, batches, layout.score(batches)):  # one call: ranks differ in number
+            found[torch.tensor(some)[batch.flat.at_labels("answer")]] = value_M.cpu().float()
         return found.tolist()
 
     return scores

@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,29 +157,32 @@ class Experience:
         return torch.tensor(out, dtype=torch.float64)
 
     def samples(
-        self, fields: Sequence[dict[str, Tensor]], keep_A: Tensor | None = None, families: set[int] | None = None,
-        after_cut: bool = False,
-    ) -> list[Sample]:  # fmt: skip
+        self, fields: Sequence[dict[str, Tensor]], keep_A: Tensor | None = None, families: set[int] | None = None
+    ) -> list[Sample]:
         """One family for each prompt, with `fields` of each answer. What is not in `keep_A` or not in `families` is
-        there as an empty answer, so that answers keep their numbers. `after_cut`: an answer that was cut gets one more
-        token, whatever it is, so that there is a label at its last one and a critic can value what follows."""
+        there as an empty answer, so that answers keep their numbers."""
         kept, at, out = [True] * len(fields) if keep_A is None else keep_A.tolist(), 0, []
         for i, rollout in enumerate(self.rollouts):
             some = range(at, at := at + len(rollout.answers))
             here = [kept[n] and (families is None or i in families) for n in some]
             ids = [a.ids if yes else [] for yes, a in zip(here, rollout.answers)]
-            if after_cut:
-                ids = [[*x, 0] if x and not a.terminated else x for x, a in zip(ids, rollout.answers)]
             own = [{k: v if yes else v[:0] for k, v in fields[n].items()} for n, yes in zip(some, here)]
             out.append(Sample(rollout.prompt, ids, own, "prompt", i))
         return out
 
 
 def microbatches(
-    samples: Sequence[Sample], config: RLConfig, layout: Forward, report: Report | None = None
-) -> list[Batch]:
-    """This data-parallel rank's microbatches of a step's families: rows of at most `config.length`, best fit."""
+    samples: Sequence[Sample], config: RLConfig, layout: Forward, report: Report | None = None,
+    cut_A: Tensor | None = None,
+) -> list[Batch]:  # fmt: skip
+    """This data-parallel rank's microbatches of a step's families: rows of at most `config.length`, best fit.
+
+    `cut_A` [A] bool: these answers get a label at their last token too, where a critic values what follows."""
     rows = family_rows(samples, config.length, config.share_prompt, report=Report() if report is None else report)
+    if cut_A is not None:
+        answer = rows.extra["answer"]
+        last = answer != torch.nn.functional.pad(answer, (0, 1), value=-1)[:, 1:]
+        rows = replace(rows, labels=rows.labels.masked_fill(last & (answer >= 0) & cut_A[answer], 0))
     each, dp = max(1, config.microbatch_tokens // config.length), layout.mesh.dp
     return [rows.take(part.tolist()).trim() for part in share(np.arange(rows.rows), dp.rank, dp.size, each)]
 
@@ -207,7 +210,8 @@ def by_answer(batches: Sequence[Batch], scores: Sequence[Tensor], layout: Forwar
             continue
         answer_M = batch.flat.at_labels("answer")
         names, sizes = torch.unique_consecutive(answer_M, return_counts=True)
-        mine |= zip(names.tolist(), score_M.cpu().split(sizes.tolist()))
+        parts = score_M.cpu().split(sizes.tolist())
+        mine |= {name: part.clone() for name, part in zip(names.tolist(), parts)}  # a view is sent with all it views
     found: dict[int, Tensor] = {}
     for part in layout.mesh.dp.gather(mine):
         found |= part
@@ -247,15 +251,19 @@ def prefixed(metrics: dict[str, float], component: str) -> dict[str, float]:
 
 
 def merge(told: Sequence[tuple[dict[str, float], dict[str, Tensor]]]) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """One record of a step's updates: work is added up, losses are averaged, the state is the last one's."""
+    """One record of a step's updates: work is added up, losses are averaged, the state is the last one's.
+
+    Updates that had nothing to learn from are in no average, unless none had."""
     metrics: dict[str, float] = {}
+    some = [m for m, _ in told if m.get("tokens/supervised") or m.get("critic_tokens/supervised")]
     for name in dict.fromkeys(n for m, _ in told for n in m):
         values = [m[name] for m, _ in told if name in m]
         plain = name.split("_", 1)[1] if name.startswith("critic_") else name
         if plain.startswith(SUMMED):
             metrics[name] = sum(values)
         else:
-            metrics[name] = values[-1] if plain.startswith(LAST) else sum(values) / len(values)
+            means = [m[name] for m in some if name in m] or values
+            metrics[name] = values[-1] if plain.startswith(LAST) else sum(means) / len(means)
     arrays: dict[str, Tensor] = {}
     for _, found in told:
         for name, x in found.items():

@@ -218,7 +218,7 @@ def save(
 
     It is written behind the next steps; only the last step waits for the disk. A critic goes to a folder of its own,
     before: a step whose policy is there has its critic too."""
-    extra = {"done": done, "state": state, "config": config.to_dict(), "kernels": ops.choices()}
+    extra = {"done": done, "state": state, "config": config.to_dict(), "kernels": learner.world.gather(ops.choices())}
     if critic is not None:
         critic.save(folder / CRITIC / f"step_{done}", {"done": done}, overwrite=True, wait=True)
     learner.save(folder / CHECKPOINTS / f"step_{done}", extra, overwrite=True, wait=done == config.steps)
@@ -247,7 +247,8 @@ def restore(
         raise ConfigError(f"{found} is {extra['done']} steps on, but steps={config.steps}; ask for more, or a new run")
     learner.restore(found)
     try:
-        ops.replay_choices(extra.get("kernels", {}))
+        each = extra.get("kernels", [{}])  # every rank has measured for itself
+        ops.replay_choices(each[learner.world.rank % len(each)])
     except BackendError as e:
         print(f"resumed, but not bitwise: {e}", flush=True)
     if critic is not None:

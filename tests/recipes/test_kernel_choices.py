@@ -19,7 +19,7 @@ def test_choices_are_recorded_and_replayed_on_resume(kit, tmp_path, monkeypatch,
     monkeypatch.setattr(cpu_choice, "_choices", {})
     monkeypatch.setattr(cpu_choice, "_seconds", lambda form, *_: 1.0 if form is cpu_choice.FORMS["torch"] else 2.0)
     train(kit.config(tmp_path / "run", steps=1))
-    recorded = read_manifest(latest(tmp_path / "run" / CHECKPOINTS))["extra"]["kernels"]
+    recorded = read_manifest(latest(tmp_path / "run" / CHECKPOINTS))["extra"]["kernels"][0]
     assert recorded and {c["form"] for c in recorded.values()} == {"torch"}
     monkeypatch.setattr(cpu_choice, "_choices", {})  # another process
     monkeypatch.setattr(cpu_choice, "_seconds", lambda form, *_: 2.0 if form is cpu_choice.FORMS["torch"] else 1.0)

@@ -1,0 +1,90 @@
+"""What a second look at the recipes found: each test failed before its fix."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moekit import ops
+from moekit.errors import ConfigError
+from moekit.kernels import cpu_choice
+from moekit.learner.mesh import World
+from moekit.recipes import ppo, rl
+from moekit.workloads import PPOConfig, published
+
+spec = importlib.util.spec_from_file_location("updating", Path(__file__).parent / "recipes" / "updating.py")
+updating = importlib.util.module_from_spec(spec)
+sys.modules.setdefault("updating", updating)
+spec.loader.exec_module(updating)
+torch.set_num_threads(1)
+CUT = [(5, [(4, "stop", 1.0), (7, "length", 0.0)]), (1, [(7, "length", 1.0), (2, "stop", 0.0)])]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_cut_answer_that_fills_its_row_is_valued(share):
+    """Prompt and answer take all of a row; what follows is valued where the last token stands, and takes no position.
+
+    Values do not depend on how much room there is."""
+    told, found = updating.experience(CUT), []
+    cut_A = torch.tensor([not a.terminated for a in told.answers])
+    layout = updating.Forward(updating.seeded(value_head=True))
+    torch.nn.init.normal_(layout.model.head.weight)
+    for length in (12, 40):
+        config = PPOConfig("", "", max_prompt=5, max_new_tokens=7, length=length, share_prompt=share)
+        batches = rl.microbatches(told.samples([{}] * 4), config, layout, cut_A=cut_A)
+        found.append(rl.by_answer(batches, layout.score(batches), layout, 4))
+    for a, b, answer in zip(*found, told.answers):
+        assert len(a) == len(answer.ids) + (not answer.terminated)
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    config = PPOConfig("", "", max_prompt=5, max_new_tokens=7, length=12, kl=0.0, steps=1, share_prompt=share)
+    assert updating.do_ppo(config, World(), told)["metrics"]["step/skipped"] == 0
+    values = [torch.cat((torch.zeros(len(a.ids)), torch.full((int(not a.terminated),), 3.0))) for a in told.answers]
+    zero = [torch.zeros(len(a.ids)) for a in told.answers]
+    fields, *_ = ppo.targets(told, PPOConfig("", "", lam=0.5, whiten=False), zero, zero, values)
+    assert [float(f["advantage"][-1]) for f in fields] == [1.0, 3.0, 4.0, 0.0]  # score, and 3 after a cut
+
+
+def test_the_published_ppo_recipe_has_room_for_its_longest_answer():
+    config = published("tulu3-rlvr-ppo", "", "")
+    assert config.max_prompt + config.max_new_tokens == config.length
+
+
+def test_a_warm_up_leaves_the_policy_something():
+    """A run in which it never learns had no policy metrics, and failed when it made its card."""
+    with pytest.raises(ConfigError, match="critic_warmup=3 leaves the policy none of steps=3"):
+        PPOConfig("", "", steps=3, critic_warmup=3)
+
+
+def test_an_update_without_labels_is_in_no_average():
+    full = {"grpo/ratio": 1.0, "tokens/supervised": 8, "rows/dispatched": 20, "step/skipped": 0}
+    none = {"grpo/ratio": 0.0, "tokens/supervised": 0, "rows/dispatched": 0, "step/skipped": 1}
+    metrics, _ = rl.merge([(full, {}), (none, {})])
+    assert metrics == {"grpo/ratio": 1.0, "tokens/supervised": 8, "rows/dispatched": 20, "step/skipped": 1}
+    assert rl.merge([(none, {}), (none, {})])[0]["grpo/ratio"] == 0.0
+
+
+def test_an_answers_values_are_sent_without_their_neighbours():
+    """Pickling a view sends all that it is a view of."""
+    told = updating.experience([(3, [(6, "stop", 1.0)] * 8)] * 4)
+    layout = updating.Forward(updating.seeded())
+    batches = rl.microbatches(told.samples([{}] * 32), PPOConfig("", ""), layout)
+    found = rl.by_answer(batches, layout.score(batches), layout, 32)
+    assert len(pickle.dumps(found[0])) < 1000 and found[0].untyped_storage().nbytes() == 6 * 8
+
+
+def test_experts_run_in_inference_mode_before_anything_was_measured(monkeypatch):
+    monkeypatch.setattr(cpu_choice, "SMALL", 0)
+    monkeypatch.setattr(cpu_choice, "_choices", {})
+    x, up, down, gate = torch.randn(6, 16), torch.randn(4, 24, 16), torch.randn(4, 16, 12), torch.rand(6, 2)
+    rows = ops.sort_rows(torch.tensor([[0, 1], [1, 2], [0, 3], [3, 1], [0, 1], [2, 3]]), 4)
+    with torch.inference_mode():
+        y = ops.moe_ffn(x, rows, gate, up, down)
+        z = ops.moe_ffn(x.clone(), rows, gate, up, down)
+    assert torch.equal(y, z) and not cpu_choice.choices()
+    with torch.no_grad():
+        torch.testing.assert_close(ops.moe_ffn(x, rows, gate, up, down), y)
