@@ -177,7 +177,9 @@ def test_memory_is_that_of_the_storages(runs: dict[str, Path], start: Start) -> 
     assert memory["policy_parameters"] - memory["critic_parameters"] == pytest.approx(4 * head, rel=0.1)
     assert memory["engine_parameters"] == 0  # the learner's own
     shape = start.shape
-    room = memory["engine_cache"] / (2 * 4 * LAYERS * 64 * shape.kv_heads * shape.head_dim)
+    room = memory["engine_cache"] / (
+        2 * 4 * LAYERS * 12 * shape.kv_heads * shape.head_dim
+    )  # 3 prompts, 4 answers: 12 slots
     assert room == int(room) and RL["max_new_tokens"] < room <= RL["max_prompt"] + RL["max_new_tokens"]
     assert memory["policy_saved"] > 0 and memory["critic_saved"] > 0
 
@@ -194,7 +196,7 @@ def test_what_backwards_keep_is_that_of_one_microbatch(start: Start) -> None:
         learner.step([data.batch([0])] * times)
         assert not learner.watch
         found.append(learner.memory()["memory/policy_saved_bytes"])
-    assert found[0] == found[1] > 0
+    assert 0 < found[0] <= found[1] < 1.01 * found[0]
     w = torch.zeros(4)
     assert held_bytes({"a": [w, w[1:], None], "b": [w.view(2, 2)]}) == {"a": 16, "b": 0}
 

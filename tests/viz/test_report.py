@@ -106,7 +106,7 @@ def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
 def test_scores_and_readings_can_be_given_and_an_interactive_page_needs_no_network(tmp_path: Path) -> None:
     path = write_report(record(tmp_path), scores={"held-out": (0.5, 1.0)}, readings=READINGS, interactive=True)
     source = path.read_text()
-    assert source.count("Plotly.newPlot(") == 6 and "<img" not in source
+    assert source.count("Plotly.newPlot(") == 7 and "<img" not in source
     assert not re.search(r"<script[^>]+src=", source)
     assert "0.50 → </span>1.00" in source
 
