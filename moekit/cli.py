@@ -2,6 +2,58 @@
 
 Exit status: 0 fine; 2 bad usage or bad input, said in one line; 1 a job that failed on its way, or layouts that
 differ; 130 interrupted.
+
+Each command's help ends with what stands below under its name.
+
+== moekit
+examples:
+  moekit demo                                           a few minutes that show everything
+  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
+  moekit generate --model runs/first --prompt "What is 3 + 4?"
+
+`moekit COMMAND --help` explains each. A line of chats.jsonl is {"messages": [{"role": "user", "content": "..."},
+{"role": "assistant", "content": "..."}]}; {"prompt": "...", "completion": "..."} works as well.
+
+== sft
+examples:
+  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
+  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first --steps 200 --resume
+  moekit sft --model tiny --tokenizer path/to/tokenizer --data chats.jsonl --steps 20     a small random model
+  moekit sft --model path/to/olmoe --data chats.jsonl --backend slurm --nodes 2 --nproc 4 --slurm partition=gpu
+
+Everything about the run is in its folder: metrics.jsonl, logs/, checkpoints/, export/ (a Hugging Face folder),
+card.html (what a comparison must state). `moekit report RUN` draws it; moekit.open_run(RUN) reads it in a notebook.
+
+== dpo
+examples:
+  moekit dpo --model runs/first/export --data pairs.jsonl --nproc 2 --out runs/dpo
+  moekit dpo --model runs/first/export --data pairs.jsonl --reference resident --kind ipo --no-share-prompt
+
+A line of pairs.jsonl is {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be a list of messages.
+
+== reward-model
+example:
+  moekit reward-model --model runs/first/export --data pairs.jsonl --out runs/reward
+
+== grpo
+examples:
+  moekit grpo --model runs/first/export --data spell_backward --nproc 2 --out runs/grpo
+  moekit grpo --model runs/first/export --data questions.jsonl --verifier math --epochs 2 --importance-cap 2
+
+== ppo
+examples:
+  moekit ppo --model runs/first/export --data spell_backward --nproc 2 --out runs/ppo
+  moekit ppo --model runs/first/export --data spell_backward --critic runs/reward/checkpoints/step_100
+
+== generate
+examples:
+  moekit generate --model runs/first --prompt "What is 3 + 4?" --max-new-tokens 32
+  moekit generate --model path/to/olmoe --data questions.jsonl --json --temperature 0.8 --seed 1
+
+== evaluate
+examples:
+  moekit evaluate --model runs/first --data held_out.jsonl
+  moekit evaluate --model runs/first --task spell_backward --items 50
 """
 
 import argparse
@@ -17,55 +69,7 @@ from .config import Dtype, LearnerConfig, Recompute, Zero
 from .errors import ConfigError, JobError, MoekitError
 from .recipes.options import COMMANDS, add_options, read
 
-EPILOG = """\
-examples:
-  moekit demo                                           two minutes that show everything
-  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
-  moekit generate --model runs/first --prompt "What is 3 + 4?"
-
-`moekit COMMAND --help` explains each. A line of chats.jsonl is {"messages": [{"role": "user", "content": "..."},
-{"role": "assistant", "content": "..."}]}; {"prompt": "...", "completion": "..."} works as well.
-"""
-
-EPILOGS = {"sft": """\
-examples:
-  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first
-  moekit sft --model path/to/olmoe --data chats.jsonl --nproc 2 --out runs/first --steps 200 --resume
-  moekit sft --model tiny --tokenizer path/to/tokenizer --data chats.jsonl --steps 20     a small random model
-  moekit sft --model path/to/olmoe --data chats.jsonl --backend slurm --nodes 2 --nproc 4 --slurm partition=gpu
-
-Everything about the run is in its folder: metrics.jsonl, logs/, checkpoints/, export/ (a Hugging Face folder),
-card.html (what a comparison must state). `moekit report RUN` draws it; moekit.open_run(RUN) reads it in a notebook.
-""", "dpo": """\
-examples:
-  moekit dpo --model runs/first/export --data pairs.jsonl --nproc 2 --out runs/dpo
-  moekit dpo --model runs/first/export --data pairs.jsonl --reference resident --kind ipo --no-share-prompt
-
-A line of pairs.jsonl is {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be a list of messages.
-""", "reward-model": """\
-example:
-  moekit reward-model --model runs/first/export --data pairs.jsonl --out runs/reward
-""", "grpo": """\
-examples:
-  moekit grpo --model runs/first/export --data spell_backward --nproc 2 --out runs/grpo
-  moekit grpo --model runs/first/export --data questions.jsonl --verifier math --epochs 2 --importance-cap 2
-""", "ppo": """\
-examples:
-  moekit ppo --model runs/first/export --data spell_backward --nproc 2 --out runs/ppo
-  moekit ppo --model runs/first/export --data spell_backward --critic runs/reward/checkpoints/step_100
-"""}  # fmt: skip
-
-GENERATE_EPILOG = """\
-examples:
-  moekit generate --model runs/first --prompt "What is 3 + 4?" --max-new-tokens 32
-  moekit generate --model path/to/olmoe --data questions.jsonl --json --temperature 0.8 --seed 1
-"""
-
-EVALUATE_EPILOG = """\
-examples:
-  moekit evaluate --model runs/first --data held_out.jsonl
-  moekit evaluate --model runs/first --task spell_backward --items 50
-"""
+_EPILOGS = dict(part.split("\n", 1) for part in (__doc__ or "").split("\n== ")[1:])
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -80,32 +84,32 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def parser() -> argparse.ArgumentParser:
     """All commands and options."""
     whole = argparse.ArgumentParser(
-        "moekit", description="Post-training of sparse mixture-of-experts language models.", epilog=EPILOG,
-        formatter_class=_Help,
+        "moekit", description="Post-training of sparse mixture-of-experts language models.", formatter_class=_Help,
+        epilog=_EPILOGS.get("moekit"),
     )  # fmt: skip
     whole.add_argument("--version", action="version", version=f"moekit {__version__}")
     commands = whole.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[..., int | None], short: str, use: str, epilog: str = "") -> Any:
+    def command(name: str, run: Callable[..., int | None], short: str, use: str) -> Any:
         p = commands.add_parser(
-            name, help=short, description=f"{short[:1].upper()}{short[1:]}.", epilog=epilog, formatter_class=_Help,
-            usage=f"moekit {name} {use}",
+            name, help=short, description=f"{short[:1].upper()}{short[1:]}.", formatter_class=_Help,
+            usage=f"moekit {name} {use}", epilog=_EPILOGS.get(name),
         )  # fmt: skip
         p.add_argument("--debug", action="store_true", help="show the traceback of an error")
         p.set_defaults(run=run)
         return p
 
     for train in COMMANDS.values():
-        use, epilog = "--model MODEL --data DATA [--out RUN] [--nproc N] [options]", EPILOGS.get(train.name, "")
-        add_options(command(train.name, _train, train.short, use, epilog), train)
-    p = command("generate", _generate, "let a model answer", "--model MODEL --prompt TEXT [options]", GENERATE_EPILOG)
+        use = "--model MODEL --data DATA [--out RUN] [--nproc N] [options]"
+        add_options(command(train.name, _train, train.short, use), train)
+    p = command("generate", _generate, "let a model answer", "--model MODEL --prompt TEXT [options]")
     g = _answer_options(p, "prompts", 128)
     g.add_argument("--prompt", action="append", default=[], help="a user's message; may be given several times")
     g.add_argument("--data", help="chats to answer, as for `moekit sft`; their last answer is left out")
     g.add_argument("--system", help="a system message to begin with")
     g.add_argument("--json", action="store_true", help="one JSON object a line: messages and answer")
     p = command("evaluate", _evaluate, "score a model on held-out chats",
-                "--model MODEL (--data DATA | --task TASK) [options]", EVALUATE_EPILOG)  # fmt: skip
+                "--model MODEL (--data DATA | --task TASK) [options]")  # fmt: skip
     g = _answer_options(p, "questions", 64)
     g.add_argument("--data", help="held-out chats, as for `moekit sft`; the last answer of each is the right one")
     g.add_argument("--task", help="held-out questions of a reasoning-gym task instead")
@@ -142,11 +146,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=3, help="optimizer steps")
     p.add_argument("--figure", metavar="PATH.html", help="draw differences and bytes on the wire into a page")
     p.add_argument("--json", action="store_true", help="the table as JSON")
-    p = command("demo", _demo, "train a tiny mixture of experts on two processes, in about two minutes, and show it",
+    p = command("demo", _demo, "a tiny mixture of experts on two processes: SFT, DPO, GRPO; under five minutes",
                 "[--out RUN] [--nproc N] [--steps N]")  # fmt: skip
     p.add_argument("--out", default="runs/demo", help="run folder; one that an earlier demo made is replaced")
     p.add_argument("--nproc", type=int, default=2, help="processes")
-    p.add_argument("--steps", type=int, default=None, help="optimizer steps (default: what takes about 90 seconds)")
+    p.add_argument("--steps", type=int, default=None, help="of fine-tuning; the most of the others (default: 300)")
     return whole
 
 

@@ -169,7 +169,7 @@ class RouterLossConfig(Config):
 
     balance: float = 0.0  # coefficient of the load-balancing loss
     z: float = 0.0  # coefficient of the router z-loss
-    granularity: Granularity = "sequence"
+    granularity: Granularity = "sequence"  # over what the balance loss pools its statistics
     scope: Scope = "valid"
 
     def _check(self) -> None:
@@ -180,9 +180,9 @@ class RouterLossConfig(Config):
 class LearnerConfig(Config):
     """Everything that `Learner` needs beyond model and objective."""
 
-    lr: float = 1e-4
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
+    lr: float = 1e-4  # peak learning rate
+    schedule: Schedule = "constant"  # of the learning rate, after the warm-up
+    warmup_steps: int = 0  # of a linear warm-up
     total_steps: int | None = None  # length of the schedule; needed by "cosine" and "linear"
     min_lr_ratio: float = 0.0  # lr at the end of the schedule, as a share of `lr`
     weight_decay: float = 0.0  # never applied to norms, biases and one-dimensional parameters
@@ -191,18 +191,18 @@ class LearnerConfig(Config):
     clip_norm: float | None = 1.0  # None = no clipping
     router: RouterLossConfig = field(default_factory=RouterLossConfig)
     bias_rate: float = 0.0  # step of the selection bias, with ModelConfig.selection_bias
-    elide: Elide = "padding"
+    elide: Elide = "padding"  # expert rows that are skipped because they cannot reach the loss
     # Layout: world = pp x dp ranks; ep divides dp and the number of experts (`moekit layouts` lists what is possible).
     ep: int = 1  # expert-parallel ranks: the routed experts of a layer are split over them
     pp: int = 1  # pipeline ranks: the layers are split over them
-    pipeline: PipelineName = "1f1b"
-    stages_per_rank: int = 1  # "interleaved" takes 2 or more, "zbv" takes 2
+    pipeline: PipelineName = "1f1b"  # the pipeline's schedule
+    stages_per_rank: int = 1  # pipeline stages of a rank: "interleaved" takes 2 or more, "zbv" takes 2
     zero: Zero = 2  # 0: all-reduce, state replicated; 1: all-reduce, state sharded; 2: reduce-scatter, state sharded
     reduce: Reduce = "step"  # with zero=2: reduce once a step (less wire), or after every microbatch (less memory)
     dispatch: Dispatch = "sync"  # how rows reach experts of other ranks; matters with ep > 1 only
     transport: TransportName = "auto"  # of dispatch="rowwise"
     capacity: float = 1.25  # rows that a rank's rowwise buffer holds, as a multiple of its balanced share
-    on_overflow: OnOverflow = "redo"  # what happens when more rows than that arrive
+    on_overflow: OnOverflow = "redo"  # more rows than that: redo the step synchronized, drop rows, or raise
     recompute: Recompute = "none"  # activations given up in the forward: of the experts ("moe"), or of whole blocks
     precision: Precision = "model"  # of the routed experts' matmuls; "mxfp8": forward and input gradients in MXFP8
 
@@ -258,13 +258,13 @@ class DataConfig(Config):
     """How examples become rows of fixed length."""
 
     length: int = 512  # T, positions per row
-    rows: RowKind = "packed"
-    over_long: OverLong = "truncate"
+    rows: RowKind = "packed"  # how conversations become rows
+    over_long: OverLong = "truncate"  # what happens to conversations longer than a row
     keep: Literal["start", "end"] = "start"  # which end of a document truncation keeps
     documents_per_row: int = 4  # interleaved rows only
     chunks_per_document: int = 4  # interleaved rows only
     filter: FilterConfig | None = None  # None = off
-    supervise: Literal["response", "all"] = "response"
+    supervise: Literal["response", "all"] = "response"  # learn the assistant's turns only, or every token
     ignore_index: int = -100
     shuffle: bool = True
     seed: int = 0
@@ -283,12 +283,12 @@ class RunConfig(Config):
     data: str  # a .jsonl or .parquet file, or a `datasets` folder saved to disk
     out: str | None = None  # run folder; None = the launcher's, or a new one under runs/
     tokenizer: str | None = None  # a tokenizer folder; None = the model folder's
-    steps: int = 100
+    steps: int = 100  # optimizer steps; with GRPO and PPO rollouts, each with epochs x minibatches of those
     seed: int = 0
     dtype: Dtype = "float32"  # of the parameters; masters and moments are the wider of float32 and this
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     save_every: int | None = None  # steps between checkpoints; None = only the last
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # how many stay
     export: bool = True  # write a Hugging Face folder at the end
     overwrite: bool = False
     resume: bool = False
@@ -309,7 +309,7 @@ class SFTConfig(RunConfig):
     batch_rows: int = 8  # rows of one optimizer step, over all ranks
     microbatch_rows: int = 4  # rows of one forward, on one rank
     denominator: Denominator = "global_tokens"
-    constant_length: int | None = None  # with denominator="constant"
+    constant_length: int | None = None  # tokens of a sequence, with denominator="constant"
     rows: DataConfig = field(default_factory=DataConfig)
 
     def _check(self) -> None:

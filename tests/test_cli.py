@@ -249,7 +249,7 @@ def test_version_and_help(capsys):
 
 def test_every_option_has_help_and_every_default_is_told():
     commands = next(a for a in parser()._actions if a.dest == "command").choices
-    names = "sft generate evaluate report checkpoint doctor layouts check-layouts demo"
+    names = "sft dpo reward-model grpo ppo generate evaluate report checkpoint doctor layouts check-layouts demo"
     assert set(commands) == set(names.split())
     for name, command in commands.items():
         assert all(a.help for a in command._actions), name

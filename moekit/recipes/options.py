@@ -1,11 +1,15 @@
-"""Options of the commands that train, made from the fields of their configs: type, choices and default are the field's.
+"""Options of the commands that train, made from the fields of their configs: type, choices, default and help are the
+field's, its help what the comment behind it in the source says.
 
 A command is a config, its groups of options, and the recipe that takes it."""
 
 import argparse
 import importlib
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -14,154 +18,63 @@ from ..errors import ConfigError
 from ..workloads import PUBLISHED, DPOConfig, GRPOConfig, PPOConfig, RewardConfig, RLConfig
 
 C = TypeVar("C", bound=Config)
-Groups = dict[str, dict[str, str]]
+Groups = dict[str, str]  # title -> fields of configs, each an option
 
-TRAINING = {
-    "steps": "optimizer steps",
-    "lr": "peak learning rate",
-    "schedule": "of the learning rate",
-    "warmup_steps": "linear warm-up",
-    "weight_decay": "of matrices",
-    "clip_norm": "largest gradient norm; 0 = no limit",
-    "dtype": "of the weights",
+# what options say where the field says nothing, or something else than the shell's form of it
+SAYS = {
     "seed": "of the order of the data, of samples, and of a preset's weights",
+    "denominator": "what the sum of token losses is divided by; global_tokens is exact for any cut",
+    "clip_norm": "largest gradient norm; 0 = no limit",
+    "beta": "strength of the tie to the reference",
+    "kind": "of loss",
+    "label_smoothing": "share of pairs taken to be the wrong way round",
+    "length_normalised": "means over an answer's tokens for sums",
+    "reference": "a second model in memory, or its log-probs computed once",
+    "max_new_tokens": "the most tokens of an answer",
+    "temperature": "of sampling, and of all log-probs",
+    "top_k": "sample from so many most likely tokens; 0 = all",
+    "top_p": "sample from the most likely tokens with this much probability",
+    "share_prompt": "route and compute a prompt once for all answers to it",
+    "clip_low": "the ratio is clipped at 1 less this",
+    "clip_high": "and at 1 plus this",
+    "kl_kind": "estimator of the divergence from the reference",
+    "kl_in": "where the divergence is taken off",
+    "eval_items": "how many held-out prompts",
+    "leave_one_out": "the baseline is the mean of the other answers",
+    "gamma": "discount",
+    "lam": "mixing of estimates",
+    "value_clip": "how far a value may move from what it was; 0 = no limit",
+    "whiten": "advantages get zero mean and unit variance",
 }
-ROUTER = {
-    "balance": "coefficient of the load-balance loss",
-    "granularity": "over what the balance loss pools its statistics",
-    "elide": "expert rows that are skipped because they cannot reach the loss",
-}
-LAYOUT = {
-    "ep": "expert-parallel processes: experts are split over them",
-    "pp": "pipeline processes: layers are split over them",
-    "pipeline": "the pipeline's schedule",
-    "stages_per_rank": "pipeline stages of a process, with --pipeline interleaved or zbv",
-    "zero": "0: optimizer state on every process; 1: sharded; 2: sharded, gradients reduce-scattered",
-    "reduce": "with --zero 2: reduce gradients once a step, or after every microbatch to save memory",
-    "dispatch": "how rows reach experts of other processes",
-    "transport": "of --dispatch rowwise",
-    "capacity": "rows of a rowwise buffer, as a multiple of its balanced share",
-    "on_overflow": "when a rowwise buffer is too small: run the step again synchronized, drop rows, or stop",
-    "recompute": "activations computed again in the backward to save memory",
-    "precision": "of the routed experts' matmuls",
-}
+TRAINING = "steps lr schedule warmup_steps weight_decay clip_norm dtype seed"
+ROUTER = "balance granularity elide"
 ENDS: Groups = {
-    "layout (see `moekit layouts`)": LAYOUT,
-    "checkpoints": {
-        "save_every": "steps between checkpoints (default: only the last)",
-        "keep_checkpoints": "how many stay",
-    },
+    "layout (see `moekit layouts`)": "ep pp pipeline stages_per_rank zero reduce dispatch transport capacity "
+    "on_overflow recompute precision",
+    "checkpoints": "save_every keep_checkpoints",
 }
 SFT: Groups = {
-    "training": {
-        **TRAINING,
-        "batch_rows": "rows of one step, over all processes",
-        "microbatch_rows": "rows of one forward pass",
-    },
-    "rows": {
-        "rows": "how conversations become rows",
-        "length": "tokens of a row",
-        "over_long": "what happens to conversations longer than a row",
-    },
-    "loss": {
-        "supervise": "learn the assistant's turns only, or every token",
-        "denominator": "what the sum of token losses is divided by; global_tokens is exact for any cut",
-        "constant_length": "tokens of a sequence, for --denominator constant",
-        **ROUTER,
-    },
+    "training": f"{TRAINING} batch_rows microbatch_rows",
+    "rows": "rows length over_long",
+    "loss": f"supervise denominator constant_length {ROUTER}",
 }
-ROWS = {
-    "length": "tokens of a row",
-    "share_prompt": "compute a prompt once for all answers to it",
-    "microbatch_tokens": "positions of one forward pass of a process",
-}
-PAIRS = {
-    "batch_pairs": "pairs of one step, over all processes",
-    **ROWS,
-    "over_long": "what happens to a pair that does not fit in a row",
-    "eval_data": "held-out pairs",
-    "eval_every": "steps between looks at them (default: before and after)",
-}
+PAIRS = "batch_pairs length share_prompt microbatch_tokens over_long eval_data eval_every"
 DPO: Groups = {
     "training": TRAINING,
     "pairs": PAIRS,
-    "loss": {
-        "beta": "strength of the tie to the reference",
-        "kind": "of loss",
-        "label_smoothing": "share of pairs taken to be the wrong way round",
-        "length_normalised": "means over an answer's tokens for sums",
-        "reference": "a second model in memory, or its log-probs computed once",
-        "cache": "folder of those log-probs (default: in the run)",
-        "update_every": "steps after which a resident reference becomes a copy of the policy",
-        **ROUTER,
-    },
+    "loss": f"beta kind label_smoothing length_normalised reference cache update_every {ROUTER}",
 }
-REWARD: Groups = {
-    "training": TRAINING,
-    "pairs": PAIRS,
-    "loss": {"center": "coefficient of the squared sum of a pair's two rewards", **ROUTER},
-}
+REWARD: Groups = {"training": TRAINING, "pairs": PAIRS, "loss": f"center {ROUTER}"}
 ROLLOUTS: Groups = {
-    "training": {**TRAINING, "steps": "rollouts; each is followed by epochs x minibatches optimizer steps"},
-    "rollouts": {
-        "prompts": "of one rollout, over all processes",
-        "group": "answers to each",
-        "items": "of a task, when --data names one",
-        "max_prompt": "tokens; longer prompts are left out",
-        "max_new_tokens": "the most tokens of an answer",
-        "temperature": "of sampling, and of all log-probs",
-        "top_k": "sample from so many most likely tokens; 0 = all",
-        "top_p": "sample from the most likely tokens with this much probability",
-        "rollout_dtype": "of the engine's weights (default: the learner's)",
-        "slots": "answers that an engine decodes together",
-        "replay": "train with the experts that the engine chose",
-    },
-    "rewards": {
-        "verifier": "task (its own scorer), math (math-verify), or package.module:function",
-        "reward_scale": "times the score",
-        "truncated_reward": "of answers cut at --max-new-tokens (default: their own)",
-        "reward_seconds": "limit of one verification",
-        "reward_workers": "processes that verify, for each rank",
-        "mask_truncated": "answers cut at --max-new-tokens teach nothing",
-        "eval_data": "held-out prompts (default: held-out items of the task)",
-        "eval_every": "steps between greedy answers to them (default: before and after)",
-        "eval_items": "how many",
-    },
-    "rows": ROWS,
-    "loss": {
-        "epochs": "over one rollout",
-        "minibatches": "optimizer steps of an epoch",
-        "clip_low": "the ratio is clipped at 1 less this",
-        "clip_high": "and at 1 plus this",
-        "kl": "coefficient of the divergence from the reference; 0 = no reference",
-        "kl_kind": "its estimator",
-        "kl_in": "where it is taken off",
-        "importance_cap": "truncates the weight learner / engine of each token (default: no weights)",
-        "denominator": "what the sum of token losses is divided by",
-        **ROUTER,
-    },
+    "training": TRAINING,
+    "rollouts": "prompts group items max_prompt max_new_tokens temperature top_k top_p rollout_dtype slots replay",
+    "rewards": "verifier reward_scale truncated_reward reward_seconds reward_workers mask_truncated eval_data "
+    "eval_every eval_items",
+    "rows": "length share_prompt microbatch_tokens",
+    "loss": "epochs minibatches clip_low clip_high kl kl_kind kl_in importance_cap denominator " + ROUTER,
 }
-GRPO: Groups = {
-    **ROLLOUTS,
-    "groups": {
-        "advantage": "divide by the group's standard deviation, or not",
-        "leave_one_out": "the baseline is the mean of the other answers",
-        "ratio": "of each token, or one for an answer (GSPO)",
-        "constant_length": "tokens of a sequence, for --denominator constant",
-        "drop_equal_groups": "groups with equal rewards leave the denominators too",
-    },
-}
-PPO: Groups = {
-    **ROLLOUTS,
-    "critic": {
-        "critic": "a Hugging Face folder, a preset, or a reward model's checkpoint (default: the policy's backbone)",
-        "gamma": "discount",
-        "lam": "mixing of estimates",
-        "value_clip": "how far a value may move from what it was; 0 = no limit",
-        "whiten": "advantages get zero mean and unit variance",
-        "critic_warmup": "rollouts on which only the critic learns",
-    },
-}
+GRPO = ROLLOUTS | {"groups": "advantage leave_one_out ratio constant_length drop_equal_groups"}
+PPO = ROLLOUTS | {"critic": "critic gamma lam value_clip whiten critic_warmup"}
 
 
 @dataclass(frozen=True)
@@ -227,8 +140,8 @@ def add_options(p: argparse.ArgumentParser, command: Command) -> None:
         configs = [own, *configs[:-1]]
     for title, options in (command.groups | ENDS).items():
         g = p.add_argument_group(title)
-        for name, text in options.items():
-            _add(g, next(c for c in configs if hasattr(c, name)), name, text)
+        for name in options.split():
+            _add(g, next(c for c in configs if hasattr(c, name)), name)
         if title == "rows" and command.name == "sft":
             says = "remove instances in which a short pattern repeats on and on"
             g.add_argument("--filter", action="store_true", help=says)
@@ -238,7 +151,15 @@ def add_options(p: argparse.ArgumentParser, command: Command) -> None:
             g.add_argument("--no-export", action="store_true", help="do not write a Hugging Face folder at the end")
 
 
-def _add(g: Any, config: Config, name: str, text: str) -> None:
+@cache
+def comments(cls: type) -> dict[str, str]:
+    """What the source says behind each field of a config; a field of a base that says nothing itself is the base's."""
+    found = dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
+    return (comments(cls.__bases__[0]) if cls is not Config else {}) | found
+
+
+def _add(g: Any, config: Config, name: str) -> None:
+    text = SAYS.get(name) or comments(type(config))[name].replace("None = ", "default: ").replace("%", "%%")
     value, hint = getattr(config, name), get_type_hints(type(config))[name]
     if get_origin(hint) in (Union, UnionType):
         hint = next(a for a in get_args(hint) if a is not type(None))
