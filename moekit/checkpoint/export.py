@@ -33,7 +33,9 @@ def write(
     model: nn.Module, path: str | Path, tokenizer: Any = None, *, family: str | None = None,
     naming: Naming = "per_expert", max_shard_bytes: int = 5 * 10**9, overwrite: bool = False,
 ) -> Path:  # fmt: skip
-    """Write config.json, generation_config.json, safetensors (with an index when sharded) and the tokenizer.
+    """Write a Hugging Face folder, which Transformers' `AutoModelForCausalLM` loads with equal logits: config.json,
+    generation_config.json, safetensors (with an index when sharded) and the tokenizer.
+
     Args:
         model: a `Transformer` (anything with `config` and its parameter names); weights keep their dtype.
         path: the folder to make.

@@ -9,8 +9,9 @@ cut then cost S^2 multiplications, which is what makes a slider live, and they a
 Axis letters: S documents with labels, P parameters.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -109,7 +110,7 @@ class DenominatorLab:
         for rank in range(ranks):
             rows = torch.arange(batch.rows).tensor_split(ranks)[rank].tolist()
             edges = [round(i * len(rows) / microbatches) for i in range(microbatches + 1)]
-            cut.append([(rows[a:b], _take(batch, rows[a:b])) for a, b in pairwise(edges) if b > a])
+            cut.append([(rows[a:b], batch.take(rows[a:b])) for a, b in pairwise(edges) if b > a])
         counted = [step_counts([b.flat for _, b in mine]) for mine in cut]
         total = [sum(x) for x in zip(*([c.supervised, c.sequences, c.microbatches, c.ranks] for c in counted))]
         everything = total + [float(batch.removed * (batch.length - 1))]
@@ -139,17 +140,9 @@ class DenominatorLab:
         norm, exact = dot(w_S, w_S) ** 0.5, dot(exact_S, exact_S) ** 0.5
         alive = norm > 0 and exact > 0
         supervised = int(step_counts([self._filtered(removed).flat]).supervised)
-        return Reading(
-            mode=mode,
-            ranks=ranks,
-            microbatches=microbatches,
-            loss=float(w_S @ self.loss_S),
-            exact_loss=float(exact_S @ self.loss_S),
-            norm_ratio=norm / exact if alive else float("nan"),
-            cosine=min(1.0, dot(w_S, exact_S) / (norm * exact)) if alive else float("nan"),
-            supervised=supervised,
-            removed=len(removed),
-        )
+        loss, exact_loss = float(w_S @ self.loss_S), float(exact_S @ self.loss_S)
+        ratio, cosine = (norm / exact, min(1.0, dot(w_S, exact_S) / (norm * exact))) if alive else (math.nan, math.nan)
+        return Reading(mode, ranks, microbatches, loss, exact_loss, ratio, cosine, supervised, len(removed))
 
     def _filtered(self, removed: Sequence[int]) -> Batch:
         if not removed:
@@ -158,23 +151,5 @@ class DenominatorLab:
         for i in removed:
             row, segment = self.documents[i]
             mask[row] |= b.segment[row] == segment
-        return Batch.make(
-            b.input_ids,
-            labels=b.labels,
-            segment=b.segment,
-            position=b.position,
-            filtered=mask,
-            removed=b.removed + len(set(removed)),
-            ignore_index=b.ignore_index,
-        )
-
-
-def _take(batch: Batch, rows: list[int]) -> Batch:
-    return Batch.make(
-        batch.input_ids[rows],
-        labels=batch.labels[rows],
-        segment=batch.segment[rows],
-        position=batch.position[rows],
-        filtered=batch.filtered[rows],
-        ignore_index=batch.ignore_index,
-    )
+        count = b.removed + len(set(removed))
+        return replace(b, labels=b.labels.masked_fill(mask, b.ignore_index), filtered=mask, removed=count)

@@ -1,7 +1,6 @@
 """`moekit.load` and `moekit.export`: a model from a Hugging Face folder, and back into one."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,11 +9,11 @@ from ..checkpoint import export as _export
 from ..checkpoint import huggingface
 from ..checkpoint.intervals import Piece
 from ..checkpoint.load import open_checkpoint
-from ..checkpoint.names import Naming
 from ..config import ModelConfig
 from ..errors import ConfigError
 from ..model.transformer import Part, Transformer
 
+export = _export.write
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -87,45 +86,6 @@ def from_checkpoint(
                 targets.append((Piece(name, shapes[name], start, start + t.numel()), t.data.view(-1)))
             there.read(kind, targets, names=shapes, cast=True)
     return model
-
-
-def export(
-    model: Transformer,
-    path: str | Path,
-    tokenizer: Any = None,
-    *,
-    family: str | None = None,
-    naming: Naming = "per_expert",
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-) -> Path:
-    """Write `model` as a Hugging Face folder, which Transformers' `AutoModelForCausalLM` loads with equal logits.
-
-    Args:
-        model: written as it is, in its dtype.
-        path: the folder to make; it appears when it is complete.
-        tokenizer: a folder to copy tokenizer files from, or a Transformers tokenizer.
-        family: "olmoe", "qwen3_moe" or "mixtral"; None = `model.config.family`.
-        naming: "per_expert", one tensor per expert's matrix as released checkpoints have it, or "fused".
-        max_shard_bytes: largest file of weights.
-        overwrite: replace an existing Hugging Face folder.
-    Returns:
-        The folder's absolute path.
-    Raises:
-        ConfigError: no family, or one that cannot hold the model (what it cannot hold is named); a tokenizer with
-            more tokens than the model.
-        CheckpointError: the folder exists, or `tokenizer` is not one.
-        StorageError: no room, or no right to write. Nothing half-written stays.
-    """
-    return _export.write(
-        model,
-        path,
-        tokenizer,
-        family=family,
-        naming=naming,
-        max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
-    )
 
 
 def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:

@@ -4,10 +4,8 @@ Axis letters: N positions, D width, H heads, d head width, E experts, K top_k, F
 L documents' lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ..config import Elide, ModelConfig
 from ..data.batch import PADDING, SUPERVISED, Batch, Flat
@@ -41,7 +39,7 @@ class Work:
     pairs: int  # (query, key) pairs of causal attention inside documents
 
     @classmethod
-    def of(cls, what: Work | Flat | Batch | Measures | Iterable[Flat | Batch]) -> Work:
+    def of(cls, what: "Work | Flat | Batch | Measures | Iterable[Flat | Batch]") -> "Work":
         """From microbatches, or from what was counted. Reads nothing from a device for a `Flat`."""
         if isinstance(what, Work):
             return what
@@ -55,13 +53,8 @@ class Work:
             return cls(n, n - by_class[PADDING], by_class[SUPERVISED], int(what.pairs))
         return sum((cls.of(one) for one in what), cls(0, 0, 0, 0))
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.positions + other.positions,
-            self.tokens + other.tokens,
-            self.supervised + other.supervised,
-            self.pairs + other.pairs,
-        )
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*map(sum, zip(astuple(self), astuple(other))))
 
 
 def step_flops(

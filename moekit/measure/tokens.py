@@ -321,8 +321,8 @@ class RowCounter:
         """
         import pandas as pd
 
-        parts = []
-        for (component, name), m in self.host().items():
+        parts, names = {}, ["component", "pass", "layer", "class", *(["expert"] if experts else [])]
+        for key, m in self.host().items():
             axes = [pd.Index(m.layers, name="layer"), pd.Index(CLASSES, name="class")]
             if experts:
                 axes.append(pd.RangeIndex(m.experts, name="expert"))
@@ -332,12 +332,10 @@ class RowCounter:
             if not experts:
                 columns |= {"elided": m.elided_LC, "dropped": m.dropped_LC}
                 columns |= {n: getattr(m, f"{n}_C").expand(len(m.layers), C) for n in ("positions", "shared")}
-            part = pd.DataFrame({n: x.reshape(-1).numpy() for n, x in columns.items()}, index=index).reset_index()
-            part.insert(0, "component", component)
-            part.insert(1, "pass", name)
-            parts.append(part)
-        empty = ["component", "pass", "layer", "class", *(["expert"] if experts else []), "rows", "decided"]
-        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=empty)
+            parts[key] = pd.DataFrame({n: x.reshape(-1).numpy() for n, x in columns.items()}, index=index)
+        return (
+            pd.concat(parts, names=names).reset_index() if parts else pd.DataFrame(columns=[*names, "rows", "decided"])
+        )
 
     def __repr__(self) -> str:
         lines = [f"  {c}/{p}: {m!r}" for (c, p), m in self.host().items()]

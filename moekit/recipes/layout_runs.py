@@ -32,18 +32,8 @@ from ..model.moe import LocalDispatcher
 from ..objectives.sft import SFT
 from .setup import make_model
 
-READS = (
-    "item",
-    "tolist",
-    "numpy",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "__int__",
-    "__float__",
-    "__bool__",
-    "__index__",
-)
+READS = ("item", "tolist", "numpy", "nonzero", "masked_select", "unique",
+         "__int__", "__float__", "__bool__", "__index__")  # fmt: skip
 PLACES = {f.__code__: place for place, f in (
     (0, ExpertParallel.__call__), (0, LocalDispatcher.__call__), (1, ops.moe_ffn), (1, ops.expert_ffn)
 )}  # fmt: skip
