@@ -22,8 +22,6 @@ This file is the truth for Triton's form, and what runs on CPU: codes are read b
 Axis letters: R rows in expert order, N positions, K contraction axis, M outputs, E experts, D width, F expert width.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,7 +47,7 @@ class Quantised:
     scale: Tensor  # uint8 [..., K / 32]
     mode: Mode = "ceil"
 
-    def __getitem__(self, index: Any) -> Quantised:
+    def __getitem__(self, index: Any) -> "Quantised":
         return Quantised(self.code[index], self.scale[index], self.mode)
 
     def dequantise(self) -> Tensor:
@@ -110,7 +108,7 @@ class Operands:
     transposed: Quantised | None  # [E, K, M]: blocks along M
 
     @staticmethod
-    def of(weight: Tensor, backward: bool = True, mode: Mode = "ceil", form: Any = None) -> Operands:
+    def of(weight: Tensor, backward: bool = True, mode: Mode = "ceil", form: Any = None) -> "Operands":
         """Quantise a stack of weights, both ways or forward only; `form`: see `forms`."""
         form = form or forms(weight.is_cuda)
         return Operands(*form.quantise_both(weight, mode)) if backward else Operands(form.quantise(weight, mode), None)

@@ -4,8 +4,6 @@ A `Job` knows nothing that the folder does not say, so the one that `submit` ret
 returns, in this process or another, during the run or years later, behave alike.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -48,7 +46,7 @@ def _until(condition: Callable[[], bool], end: float) -> None:
         time.sleep(0.02)
 
 
-def attach(path: str | Path) -> Job:
+def attach(path: str | Path) -> "Job":
     """The job whose run folder is `path`, whoever submitted it, running or ended; ConfigError if there is none."""
     folder = Path(path).absolute()
     read_state(folder)

@@ -5,8 +5,6 @@ A parameter is a global tensor with a name, seen flat in row-major order; what a
 checkpoint written in one layout and read in another is the intersection of two lists, whatever the layouts are.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +33,7 @@ class Piece:
         return self.stop - self.start
 
     @staticmethod
-    def whole(name: str, shape: Iterable[int]) -> Piece:
+    def whole(name: str, shape: Iterable[int]) -> "Piece":
         """All of a tensor."""
         return Piece(name, tuple(shape), 0, math.prod(shape := tuple(shape)))
 

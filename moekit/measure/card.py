@@ -4,8 +4,6 @@ Section 22.4 of the source asks a comparison to state base checkpoint, learner c
 token accounting. The card adds denominators, versions, hardware, allocator and threads, source state, time and final
 losses. It is written when a run starts, and again, with the results, when it ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -68,7 +66,7 @@ class RunCard:
     seconds: float | None = None
     format: int = FORMAT
 
-    def finish(self, metrics: pd.DataFrame, **results: Any) -> RunCard:
+    def finish(self, metrics: "pd.DataFrame", **results: Any) -> "RunCard":
         """The card at the run's end: accounting and losses from its metrics, time, and other results."""
         ended = _now()
         seconds = (datetime.fromisoformat(ended) - datetime.fromisoformat(self.started)).total_seconds()
@@ -81,7 +79,7 @@ class RunCard:
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunCard:
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunCard":
         """Inverse of `to_dict`. Raises `RunError` for a card of another format."""
         if values.get("format") != FORMAT or "name" not in values:
             raise RunError(f"not a run card of format {FORMAT}: format={values.get('format')!r}; update moekit")
@@ -153,7 +151,7 @@ def base_checkpoint(path_or_preset: str | Path, **facts: Any) -> dict[str, Any]:
     return {"preset": str(path_or_preset), "weights": "drawn at random", **facts}
 
 
-def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
+def token_accounting(metrics: "pd.DataFrame") -> dict[str, Any]:
     """A run's totals from its metrics: positions and rows by class, seconds, rates over the run, rows per supervised
     token. Sums over the recorded steps, so a resumed run counts every step once."""
     column: Any = lambda name: metrics[name].dropna().to_numpy()
@@ -181,7 +179,7 @@ def token_accounting(metrics: pd.DataFrame) -> dict[str, Any]:
     return out
 
 
-def losses(metrics: pd.DataFrame) -> dict[str, dict[str, float]]:
+def losses(metrics: "pd.DataFrame") -> dict[str, dict[str, float]]:
     """First, last and smallest value of every loss/... and eval/... metric, and how often it was not finite.
 
     A learner's record (one with `step/index`) has every loss, so that a missing loss there is a NaN."""

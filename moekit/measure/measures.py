@@ -2,8 +2,6 @@
 
 Axis letters: L layers that route, C classes of positions (`moekit.data.batch.CLASSES`), E experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -42,13 +40,13 @@ class Measures:
         for (name, shape), part in zip(self.shapes.items(), parts):
             setattr(self, name, part.view(shape))
 
-    def follow(self, device: torch.device) -> Measures:
+    def follow(self, device: torch.device) -> "Measures":
         """Move from the CPU to the device of the first event from elsewhere, and stay there. Returns self."""
         if self.buffer.device.type == "cpu" and device.type != "cpu":
             self._bind(self.buffer.to(device))
         return self
 
-    def copy(self, device: torch.device | str | None = None) -> Measures:
+    def copy(self, device: torch.device | str | None = None) -> "Measures":
         """An independent copy, by default on the same device."""
         other = Measures(self.layers, self.experts, device or self.buffer.device)
         other.buffer.copy_(self.buffer)

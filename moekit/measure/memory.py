@@ -4,8 +4,6 @@ A tensor is counted by the storage that it keeps alive, once, whoever saves it a
 the large one. Parameters and buffers of the model are not counted; they are there anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

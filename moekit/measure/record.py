@@ -11,8 +11,6 @@ A run folder holds, among what the launcher puts there:
 JSON has no NaN and no infinity: such a value is `null` in its place and spelled out beside,
 {"step": 7, "grad/norm": null, "nonfinite": {"grad/norm": "inf"}}, so that any strict parser reads the file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -41,7 +39,7 @@ STEP, NONFINITE = "step", "nonfinite"
 _LEADING_STEP = re.compile(rb'\{"step":(\d+)[,}]')
 
 
-def open_run(path: str | Path) -> Run:
+def open_run(path: str | Path) -> "Run":
     """Read a run folder, finished or still being written: metrics, arrays, config, card and state.
     Raises RunError: no such folder, or one that is not a run."""
     from .run import Run

@@ -8,8 +8,6 @@ A shard is written under another name, synced and renamed: it is whole or not th
 on with those that are missing. It carries the key's digest and a SHA-256 of its contents.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -160,7 +158,7 @@ class ReferenceCache:
         self.values, self.folder = values, folder
 
     @classmethod
-    def open(cls, folder: str | Path, key: CacheKey) -> ReferenceCache:
+    def open(cls, folder: str | Path, key: CacheKey) -> "ReferenceCache":
         """Read a whole cache.
 
         Raises:

@@ -3,8 +3,6 @@
 A reading is what `moekit.learner.lab` measures for one convention: the loss it would report, the norm of its gradient
 over the exact one's, and the cosine between the two. Exact means the global token mean of the same step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -110,7 +108,7 @@ class Lab:
         words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.value.items())
         return side_by_side(now, subtitle=words, norm_range=seen)
 
-    def set(self, **setting: Any) -> Lab:
+    def set(self, **setting: Any) -> "Lab":
         """Move the lab to another setting and redraw.
         Raises DataError: an unknown control, or a value that is not among its options."""
         for name, value in setting.items():

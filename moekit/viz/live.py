@@ -4,8 +4,6 @@ A background thread reads what is new in `metrics.jsonl` and redraws, at most te
 the output is a widget; when it ends, the figure with its static twin, so that a saved notebook shows the result.
 Without the widget packages it is a static picture that is replaced now and then; it says so."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ FASTEST_S = 0.1  # ten redraws a second
 STATIC_S = 2.0  # a static picture costs more
 
 
-def live(job_or_folder: Any, *metrics: Panel, interval: float = 0.5) -> Live:
+def live(job_or_folder: Any, *metrics: Panel, interval: float = 0.5) -> "Live":
     """Follow a run's metrics in a figure. Returns at once; show it as the last value of a cell.
     Args:
         job_or_folder: a `Job` (from `submit` or `attach`), or the path of a run folder.
@@ -77,7 +75,7 @@ class Live:
         if self._thread.is_alive():
             self._thread.join(10)
 
-    def wait(self, timeout: float | None = None) -> Live:
+    def wait(self, timeout: float | None = None) -> "Live":
         """Wait for the end of the run and the last redraw; raises what went wrong while following, if anything."""
         if self._thread.ident is not None:
             self._thread.join(timeout)

@@ -3,8 +3,6 @@
 A notebook sends what is printed to the cell that runs, whichever thread printed it. A panel captures nothing: it is
 written to (`print(..., file=panel)`) and shows its own lines in its own output."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -92,7 +90,7 @@ class LogPanel:
             self._handle, self._last = put(None, self._data()), time.monotonic()
 
 
-def rank_logs(job: Any, ranks: list[int] | None = None) -> RankLogs:
+def rank_logs(job: Any, ranks: list[int] | None = None) -> "RankLogs":
     """What the ranks of a job (a `Job`, or the path of a run folder) print, one panel for each, until the job ends.
     Args: `ranks`: which ones; None = the first eight."""
     if isinstance(job, (str, Path)):

@@ -5,8 +5,6 @@ saved notebook or a printed report cannot disagree with the interactive one. It 
 uses: scatter (lines, markers), bar (grouped, stacked, horizontal) and heatmap. Another kind is refused by name, not
 left out."""
 
-from __future__ import annotations
-
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ LEVEL = {"top": "top", "middle": "center", "bottom": "bottom"}
 KINDS = ("scatter", "bar", "heatmap")
 
 
-def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
+def render(fig: "go.Figure", format: str = "png", *, scale: float = 2.0) -> bytes:
     """Picture of a figure.
     Args:
         fig: a plotly figure made of scatter, bar and heatmap traces.
@@ -42,7 +40,7 @@ def render(fig: go.Figure, format: str = "png", *, scale: float = 2.0) -> bytes:
     return out.getvalue()
 
 
-def to_matplotlib(fig: go.Figure) -> Figure:
+def to_matplotlib(fig: "go.Figure") -> "Figure":
     """The figure drawn by matplotlib at the same size, margins and domains. See `render` for what is drawn."""
     mpl = need("matplotlib", "the static twin of a figure")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -63,7 +61,7 @@ def to_matplotlib(fig: go.Figure) -> Figure:
 class _Page:
     """Where panels lie, and all that is written around them."""
 
-    def __init__(self, fig: go.Figure, figure: Figure):
+    def __init__(self, fig: "go.Figure", figure: "Figure"):
         from matplotlib.transforms import Affine2D
 
         self.fig, self.figure, self.layout = fig, figure, fig.layout

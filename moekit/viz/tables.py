@@ -1,7 +1,5 @@
 """A figure's numbers as a small text table, and as HTML: what remains when neither JavaScript nor pictures do."""
 
-from __future__ import annotations
-
 import html
 import re
 import textwrap
@@ -46,7 +44,7 @@ def to_html(fig: Figure, rows: int = 12) -> str:
     return out
 
 
-def tables(fig: Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]:
+def tables(fig: Figure, rows: int = 12) -> "Iterator[tuple[pd.DataFrame, str]]":
     """Table and note of each heatmap, and one for all traces of a panel, which share their first axis."""
     panels: dict[Any, list[Any]] = {}
     for trace in fig.data:
@@ -58,7 +56,7 @@ def tables(fig: Figure, rows: int = 12) -> Iterator[tuple[pd.DataFrame, str]]:
         yield _series(fig, axes, traces, rows)
 
 
-def _series(fig: Figure, axes: tuple[str, str], traces: list[Any], rows: int) -> tuple[pd.DataFrame, str]:
+def _series(fig: Figure, axes: tuple[str, str], traces: list[Any], rows: int) -> "tuple[pd.DataFrame, str]":
     import pandas as pd
 
     words = lambda values: values is not None and any(isinstance(v, str) for v in values)
@@ -76,7 +74,7 @@ def _series(fig: Figure, axes: tuple[str, str], traces: list[Any], rows: int) ->
     return shown, f"{len(shown)} of {len(table)} rows shown" if len(shown) < len(table) else ""
 
 
-def _heatmap(fig: Figure, trace: Any, rows: int) -> tuple[pd.DataFrame, str]:
+def _heatmap(fig: Figure, trace: Any, rows: int) -> "tuple[pd.DataFrame, str]":
     import pandas as pd
 
     # A figure that colours by a transformed value carries the value itself as customdata.
