@@ -1,14 +1,11 @@
-"""Answers from a model, and how good they are: exact match by the task's scorer, loss."""
+"""Answers from a model, and how good they are: exact match by the task's scorer."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoint.save import MANIFEST, latest, read_manifest
 from ..data.chat import load_tokenizer
-from ..data.pack import Rows
 from ..data.source import as_example, load_examples
 from ..data.tasks import score
 from ..errors import CheckpointError, DataError
@@ -121,15 +118,3 @@ def evaluate(
 def _sums(points: list[float]) -> dict[str, Any]:
     n = len(points)
     return {"score": sum(points) / n, "exact": sum(p == 1.0 for p in points) / n, "items": n}
-
-
-@torch.no_grad()
-def token_loss(model: Transformer, rows: Rows, *, batch: int = 8, told: Told | None = None) -> dict[str, float]:
-    """Mean negative log-probability of the supervised tokens of `rows`: `loss` and `supervised_tokens`."""
-    total, count = 0.0, 0
-    for at in range(0, len(rows), batch):
-        logprob_M = model(rows.batch(slice(at, at + batch)), elide="padding+last_layer").logprob_M
-        total, count = total - float(logprob_M.sum(dtype=torch.float64)), count + logprob_M.numel()
-        if told:
-            told(min(at + batch, len(rows)), len(rows))
-    return {"loss": total / count if count else float("nan"), "supervised_tokens": count}

@@ -6,13 +6,9 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from moekit.config import DataConfig
-from moekit.data.dataset import build
 from moekit.errors import CheckpointError, ConfigError, DataError
-from moekit.model.transformer import logits
-from moekit.recipes.evaluate import evaluate, generate, open_model, read_items, token_loss
+from moekit.recipes.evaluate import evaluate, generate, open_model, read_items
 from moekit.recipes.sft import train
 from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine import Sampling
@@ -86,15 +82,3 @@ def test_tasks_are_scored_by_their_own_scorer(opened, tmp_path, monkeypatch):
     found = evaluate(model, tokenizer, again)
     assert found["answers"][0]["score"] == 1.0 and found["exact"] == pytest.approx(1 / 3)
     assert list(found["tasks"]) == ["chain_sum"]
-
-
-def test_loss_is_torch_s_cross_entropy(opened, kit):
-    model, tokenizer = opened
-    rows = build(str(kit.data), tokenizer, DataConfig(length=48))
-    found = token_loss(model, rows, batch=2)
-    batch = rows.batch()
-    with torch.no_grad():
-        z = logits(model, batch)
-    want = F.cross_entropy(z.view(-1, z.shape[-1]).double(), batch.labels.view(-1), ignore_index=-100)
-    assert found["supervised_tokens"] == int((batch.labels != -100).sum())
-    assert found["loss"] == pytest.approx(float(want), rel=1e-5)
