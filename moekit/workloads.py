@@ -49,6 +49,14 @@ class DPOConfig(PairConfig):
     cache: str | None = None  # folder of the reference cache; None = reference/ in the run folder
     update_every: int | None = None  # steps after which a resident reference becomes a copy of the policy
 
+    def _check(self) -> None:
+        super()._check()
+        _need(
+            not (self.update_every and self.save_every) or self.save_every % self.update_every == 0,
+            f"save_every={self.save_every} must be a multiple of update_every={self.update_every}: a checkpoint holds "
+            "the policy alone, so a run goes on where the reference is its copy",
+        )
+
 
 @dataclass(frozen=True)
 class RewardConfig(PairConfig):

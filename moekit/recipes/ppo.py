@@ -19,9 +19,10 @@ from torch import Tensor
 from ..checkpoint.save import MANIFEST
 from ..data.report import Report
 from ..data.stream import RowStream
+from ..errors import ConfigError
 from ..learner.forward import Forward
 from ..learner.learner import Learner
-from ..learner.mesh import place
+from ..learner.mesh import check_layout, place
 from ..learner.stages import part_of
 from ..learner.weights import from_checkpoint
 from ..model.heads import to_value_head
@@ -41,14 +42,21 @@ def make_critic(run: Run) -> Learner:
     """The critic that the config names, on its layout."""
     config: PPOConfig = run.config
     layout, name = config.critic_learner or config.learner, config.critic or config.model
-    if (Path(name) / MANIFEST).exists():  # a checkpoint: a reward model, or another critic
-        with setup.together(run.waits):
-            shape = from_checkpoint(name, device="meta").config
-            part = part_of(layout, shape, *place(layout, run.place.rank, run.place.world))
+    saved = (Path(name) / MANIFEST).exists()  # a checkpoint: a reward model, or another critic
+    with setup.together(run.waits):
+        shape = from_checkpoint(name, device="meta").config if saved else setup.model_shape(name)
+        shape = replace(shape, value_head=True, tied_head=False)
+        if shape.vocab < run.shape.vocab or shape.max_positions < config.length:
+            raise ConfigError(
+                f"critic={name!r} has {shape.vocab} tokens and {shape.max_positions} positions; it must read the "
+                f"policy's {run.shape.vocab} tokens in rows of length={config.length}"
+            )
+        check_layout(layout, shape, run.place.world)
+        part = part_of(layout, shape, *place(layout, run.place.rank, run.place.world))
+        if saved:
             model = from_checkpoint(name, dtype=config.dtype, device=run.place.device, part=part)
-    else:
-        shape = setup.model_shape(name)
-        model = run.model(name, layout, replace(shape, value_head=True, tied_head=False))
+        else:
+            model = setup.make_model(config, shape, run.place, name, layout)
     return Learner(to_value_head(model), ValueLoss(config.value_clip), layout, run.world, component="critic")
 
 

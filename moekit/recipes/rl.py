@@ -100,8 +100,12 @@ def card(config: RLConfig) -> dict[str, dict[str, Any]]:
 
 
 def load_data(config: RLConfig, tokenizer: Any) -> Prompts:
-    """The run's training prompts."""
-    return load_prompts(config.data, tokenizer, config)
+    """The run's training prompts. Raises DataError: one without the answer that the verifier compares with."""
+    found = load_prompts(config.data, tokenizer, config)
+    if config.verifier in ("task", "math") and (some := [i for i, x in enumerate(found.items) if x["answer"] is None]):
+        how = "end each chat with the right answer, or give verifier= a function of your own"
+        raise DataError(f"{config.data}: {len(some)} of {len(found)} prompts have no answer to compare with; {how}")
+    return found
 
 
 def judge(item: dict[str, Any], answer: str) -> float:

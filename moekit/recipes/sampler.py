@@ -71,7 +71,7 @@ class Sampler:
 
     def __init__(self, run: Run, learner: Learner, *layouts: Forward):
         self.config: RLConfig = run.config
-        self.learner, self.world, self.folder = learner, run.world, run.folder
+        self.learner, self.world, self.waits, self.folder = learner, run.world, run.waits, run.folder
         self.layouts = (learner, *layouts)
         self.prompts: Prompts = run.data
         self.watch = Stopwatch()
@@ -108,16 +108,15 @@ class Sampler:
 
     def _answer(self, prompts: Prompts, chosen: np.ndarray, how: Sampling, watch: Stopwatch) -> Experience:
         mine = np.array_split(np.arange(len(chosen)), self.world.size)[self.world.rank]
-        with watch.during("rollout"):
+        with watch.during("rollout"), together(self.waits):
             ids = [prompts.ids[chosen[i]] for i in mine]
             found = self.engine.generate(ids, how, prompt_ids=mine.tolist()) if len(mine) else []
-            self.world.barrier()
-        with watch.during("reward"):
+        with watch.during("reward"), together(self.waits):
             texts = [self.tokenizer.decode(a.ids, skip_special_tokens=True) for r in found for a in r.answers]
             items = [prompts.items[chosen[i]] for i, r in zip(mine, found) for _ in r.answers]
             sequences = [[*r.prompt, *a.ids] for r in found for a in r.answers]
             rewards = self.pool.score(items, texts, sequences)
-            everything = self.world.gather((found, rewards, texts))
+        everything = self.world.gather((found, rewards, texts))
         return Experience(*([x for part in column for x in part] for column in zip(*everything)))
 
     def scored(

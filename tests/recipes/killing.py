@@ -1,6 +1,6 @@
-"""Runs of GRPO and PPO that are killed with SIGKILL at one point of the loop, and resumed; beside one that was not.
+"""Runs of recipes that are killed with SIGKILL at one point of the loop, and resumed; beside one that was not.
 
-    python killing.py FOLDER        FOLDER/config.json: {"grpo": [config, points], "ppo": [config, points]}
+    python killing.py FOLDER        FOLDER/config.json: {kind: [config, points]}
 
 A script of its own, because it forks and the test process has threads. Prints how each process ended, as JSON.
 """
@@ -18,11 +18,11 @@ import torch
 
 from moekit.data.chat import load_tokenizer
 from moekit.learner.learner import Learner
-from moekit.recipes import grpo, ppo, runs, setup
+from moekit.recipes import dpo, grpo, ppo, reference_cache, reward_model, runs, setup
 from moekit.recipes.sampler import Sampler
 from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.rewards import RewardPool
-from moekit.workloads import GRPOConfig, PPOConfig
+from moekit.workloads import DPOConfig, GRPOConfig, PPOConfig, RewardConfig
 
 
 def at(kind: type, name: str, call: int, after: bool = False) -> None:
@@ -58,6 +58,25 @@ def kill_policy_save(call: int, after: bool) -> None:
     Learner.save = watched
 
 
+KINDS = {
+    "grpo": (GRPOConfig, grpo.train), "ppo": (PPOConfig, ppo.train), "dpo": (DPOConfig, dpo.train),
+    "resident": (DPOConfig, dpo.train), "reward": (RewardConfig, reward_model.train),
+}  # fmt: skip
+
+
+def kill_shard(call: int) -> None:
+    """In the `call`-th write of a reference's scores."""
+    real, calls = reference_cache.store.write_shard, []
+
+    def watched(*args):
+        calls.append(1)
+        if len(calls) == call + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*args)
+
+    reference_cache.store.write_shard = watched
+
+
 # held-out prompts are answered before step 0 and after steps 1, 3 and 5; checkpoints are made after the same steps
 POINTS = {
     "rollout": lambda: at(EmbeddedEngine, "generate", 7),  # in step 4
@@ -67,6 +86,8 @@ POINTS = {
     "recorded": lambda: at(runs.RunWriter, "write", 4, after=True),  # metrics of step 4, no checkpoint of it
     "before the policy's save": lambda: kill_policy_save(1, False),  # PPO: the critic's step 4 is there
     "in the policy's save": lambda: kill_policy_save(1, True),  # it is written behind the next step
+    "pairs": lambda: at(Learner, "step", 3),  # of DPO and reward model, in step 3
+    "building": lambda: kill_shard(1),  # of the held-out pairs; those to train on are there
     "cleaning": lambda: at_retain(3),  # the critic's, in the second save
 }
 
@@ -105,7 +126,9 @@ def forked(config, train, how) -> int:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     told, configs = {}, json.loads((folder / "config.json").read_text())
-    for kind, cls, train in (("grpo", GRPOConfig, grpo.train), ("ppo", PPOConfig, ppo.train)):
+    for kind, (cls, train) in KINDS.items():
+        if kind not in configs:
+            continue
         config = cls.from_dict(configs[kind][0])
         load_tokenizer(config.model)  # what takes a child seconds is done here
         told[f"{kind} unbroken"] = forked(replace(config, out=str(folder / f"{kind} unbroken")), train, None)

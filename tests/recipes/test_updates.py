@@ -160,6 +160,10 @@ ODD = {
     "all aborted": ([(3, [(4, "abort", 1.0), (2, "abort", 0.0)])] * 2, {}),
     "all equal, dropped": ([(3, [(4, "stop", 1.0), (2, "stop", 1.0)])] * 2, {"drop_equal_groups": True}),
     "fewer families than minibatches": ([(3, [(4, "stop", 1.0), (2, "stop", 0.0)])], {"minibatches": 3}),
+    "a full row": (
+        [(3, [(9, "length", 1.0), (4, "stop", 0.0)])],
+        {"max_prompt": 3, "length": 12, "microbatch_tokens": 12},
+    ),
     "one token": ([(1, [(1, "stop", 1.0), (1, "length", 0.0)])], {}),
 }
 
