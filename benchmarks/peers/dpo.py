@@ -1,4 +1,4 @@
-"""DPO: seconds of a whole optimizer step, of TRL's trainer and of moekit's recipe; 4 pairs a step, the same pairs in the
+"""DPO: steps a second of TRL's trainer and of moekit's recipe, whole optimizer steps on 4 pairs, the same pairs in the
 same order for both. Prompts and answers have log-normal lengths (medians 64 and 128 tokens, the end token included).
 
 The reference has other weights than the policy: with equal ones every first loss is log 2, and comparing them proves
@@ -82,18 +82,22 @@ def main():
     args = p.parse_args()
     peers.start(BENCH, args)
     for config in args.configs:
-        cases, losses, pairs = {}, {}, make_pairs(config, args.pairs)
-        with tempfile.TemporaryDirectory() as folder:
-            for name in args.variants:
-                cases[name], losses[name], ids = trl(config, pairs, VARIANTS[name], args.steps, folder, name)
-            peers.note(f"first losses: {losses}")
-            cases |= peers.extra_cases(args, BENCH, config=config, pairs=ids, batch=PAIRS, steps=args.steps, beta=BETA,
-                                       lr=LR, first_loss=losses[args.variants[0]],
-                                       reference=peers.olmoe(config, seed=1), folder=folder)  # fmt: skip
-            reps = peers.interleave(cases, args.rounds, args.max_rounds, warmup=1, budget=args.budget,
-                                    on_error=lambda n, e: peers.emit_error(BENCH, n, e, config=config))  # fmt: skip
-        for name, r in reps.items():
-            peers.emit(BENCH, name, "steps/s", r, 1.0, config=config)
+        cell(args, config)
+
+
+def cell(args, config):
+    cases, losses, pairs = {}, {}, make_pairs(config, args.pairs)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.variants:
+            cases[name], losses[name], ids = trl(config, pairs, VARIANTS[name], args.steps, folder, name)
+        peers.note(f"first losses: {losses}")
+        cases |= peers.extra_cases(args, BENCH, config=config, pairs=ids, batch=PAIRS, steps=args.steps, beta=BETA,
+                                   lr=LR, first_loss=losses[args.variants[0]],
+                                   reference=peers.olmoe(config, seed=1), folder=folder)  # fmt: skip
+        reps = peers.interleave(cases, args.rounds, args.max_rounds, warmup=1, budget=args.budget,
+                                on_error=lambda n, e: peers.emit_error(BENCH, n, e, config=config))  # fmt: skip
+    for name, r in reps.items():
+        peers.emit(BENCH, name, "steps/s", r, 1.0, config=config)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""GRPO: seconds of a whole step (sample, reward, update), of TRL's trainer and of moekit's recipe; 4 prompts of 32 tokens,
-4 answers to each, every one of 64 tokens, split into generation and training (all that is not generation).
+"""GRPO: seconds of a whole step (sample, reward, update), of TRL's trainer and of moekit's recipe; 4 prompts of 32
+tokens, 4 answers to each, every one of 64 tokens; split into generation and training (all that is not generation).
 
 Before anything is timed, moekit's answers and advantages go to `check`: TRL's log-probs of those answers and the
 gradient norm of TRL's loss are what moekit's have to be.
 
-Extra cases get: config, prompts (ids), per_step, group, new, lr, check, parts ({name: [(generation, training)]} to fill).
-A callable returns the seconds of a step.
+Extra cases get: config, prompts (ids), per_step, group, new, lr, check, and parts to fill with {name: [(generation,
+training)]}. A callable returns the seconds of a step.
 """
 
 import tempfile
@@ -24,10 +24,10 @@ def trl(config, prompts, settings, folder, parts):
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    args = GRPOConfig(output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, max_steps=2,
-                      max_completion_length=NEW, use_cpu=True, save_strategy="no", report_to="none", logging_steps=1000,
-                      disable_tqdm=True, dataloader_pin_memory=False, generation_kwargs={"min_new_tokens": NEW},
-                      learning_rate=LR, lr_scheduler_type="constant", **settings)  # fmt: skip
+    args = GRPOConfig(output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
+                      max_completion_length=NEW, generation_kwargs={"min_new_tokens": NEW}, max_steps=2, use_cpu=True,
+                      save_strategy="no", report_to="none", logging_steps=1000, disable_tqdm=True, learning_rate=LR,
+                      lr_scheduler_type="constant", dataloader_pin_memory=False, **settings)  # fmt: skip
     ends, sampled = [], []
 
     class Clock(TrainerCallback):
@@ -81,22 +81,26 @@ def main():
     args = p.parse_args()
     peers.start(BENCH, args)
     for config in args.configs:
-        g = torch.Generator().manual_seed(0)
-        prompts = torch.randint(2, peers.CONFIGS[config]["vocab_size"], (16, LENGTH), generator=g).tolist()
-        cases, parts, check = {}, {name: [] for name in args.variants}, None
-        with tempfile.TemporaryDirectory() as folder:
-            for name in args.variants:
-                cases[name], found = trl(config, prompts, VARIANTS[name], folder, parts[name])
-                check = check or found  # of the first variant: float32
-            cases |= peers.extra_cases(args, BENCH, config=config, prompts=prompts, per_step=PROMPTS, group=GROUP,
-                                       new=NEW, lr=LR, check=check, parts=parts)  # fmt: skip
-            reps = peers.interleave(cases, args.rounds, args.max_rounds, warmup=1, budget=args.budget,
-                                    on_error=lambda n, e: peers.emit_error(BENCH, n, e, config=config))  # fmt: skip
-        for name, r in reps.items():
-            peers.emit(BENCH, name, "s/step", r, config=config)
-            for k, what in enumerate(("generation", "training")) if name in parts else ():
-                split = [(part[k], rep[1]) for part, rep in zip(parts[name][-len(r) :], r)]
-                peers.emit(BENCH, name, f"s {what}", split, config=config)
+        cell(args, config)
+
+
+def cell(args, config):
+    g = torch.Generator().manual_seed(0)
+    prompts = torch.randint(2, peers.CONFIGS[config]["vocab_size"], (16, LENGTH), generator=g).tolist()
+    cases, parts, check = {}, {name: [] for name in args.variants}, None
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.variants:
+            cases[name], found = trl(config, prompts, VARIANTS[name], folder, parts[name])
+            check = check or found  # of the first variant: float32
+        cases |= peers.extra_cases(args, BENCH, config=config, prompts=prompts, per_step=PROMPTS, group=GROUP,
+                                   new=NEW, lr=LR, check=check, parts=parts)  # fmt: skip
+        reps = peers.interleave(cases, args.rounds, args.max_rounds, warmup=1, budget=args.budget,
+                                on_error=lambda n, e: peers.emit_error(BENCH, n, e, config=config))  # fmt: skip
+    for name, r in reps.items():
+        peers.emit(BENCH, name, "s/step", r, config=config)
+        for k, what in enumerate(("generation", "training")) if name in parts else ():
+            split = [(part[k], rep[1]) for part, rep in zip(parts[name][-len(r) :], r)]
+            peers.emit(BENCH, name, f"s {what}", split, config=config)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from moekit.learner.forward import Forward
 from moekit.objectives.dpo import DPO
 from moekit.recipes import grpo as recipe
 from moekit.recipes import pairs as pair_rows
-from moekit.recipes import rl
 from moekit.recipes.reference_cache import cached, resident
 from moekit.recipes.rl import Experience
 from moekit.recipes.sampler import Stopwatch
@@ -61,7 +60,8 @@ def dpo(config, pairs, batch, steps, beta, lr, first_loss, reference, folder):
             return (peers.clock() - began) / steps
 
         told = step(0)
-        peers.note(f"{name}: first loss {told['loss/dpo']:.7f}, TRL {first_loss:.7f}, rows {told['rows/dispatched']:.0f}")
+        rows = told["rows/dispatched"]
+        peers.note(f"{name}: first loss {told['loss/dpo']:.7f}, TRL {first_loss:.7f}, {rows} routed rows")
         if abs(told["loss/dpo"] - first_loss) > 1e-4:
             raise ValueError(f"{name}: losses differ, {told['loss/dpo']} and TRL's {first_loss}")
         out[name] = run
@@ -83,7 +83,8 @@ def grpo(config, prompts, per_step, group, new, lr, check, parts):
     pool, out = RewardPool([Verifier("length", _judge)]), {}
 
     def learner():
-        return Learner(ours(peers.olmoe(config)), recipe.objective(GRPOConfig("", "")), LearnerConfig(lr=lr, **SETTINGS))
+        loss = recipe.objective(GRPOConfig("", ""))
+        return Learner(ours(peers.olmoe(config)), loss, LearnerConfig(lr=lr, **SETTINGS))
 
     def host(share, n):
         settings = GRPOConfig("", "", length=ROW, microbatch_tokens=ROW, share_prompt=share, prompts=per_step, group=n,
@@ -136,8 +137,8 @@ def grpo(config, prompts, per_step, group, new, lr, check, parts):
             name = f"moekit, training on {per_step} x 8, prompts of {length}, {'shared' if share else 'unshared'}"
             out[name], rows[share] = training(learner(), fixed, host(share, 8))
         removed, predicted = 1 - rows[True] / rows[False], share_removed(peers.CONFIGS[config], 8, length, new)
-        peers.out({"bench": "grpo", "peer": f"moekit, {per_step} x 8, prompts of {length}", "unit": "share of routed rows",
-                   "counted": round(removed, 6), "predicted": round(predicted, 6), "rows": rows[False]})  # fmt: skip
+        told = {"unit": "share of routed rows", "counted": round(removed, 6), "predicted": round(predicted, 6)}
+        peers.out({"bench": "grpo", "peer": f"moekit, {per_step} x 8, prompts of {length}", **told, "rows": rows})
         if abs(removed - predicted) > 1e-9:
             raise ValueError(f"sharing removed {removed} of the routed rows, not {predicted}")
     return out
