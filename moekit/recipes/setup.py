@@ -44,6 +44,7 @@ FREE = ("steps", "out", "microbatch_rows", "microbatch_tokens", "save_every", "k
         "resume", "slots", "reward_seconds", "reward_workers", "eval_every", "eval_items", "cache")  # fmt: skip
 LAYOUT = ("ep", "pp", "pipeline", "stages_per_rank", "zero", "reduce", "dispatch", "transport", "capacity",
           "on_overflow", "recompute")  # of `LearnerConfig`: the same  # fmt: skip
+_SCORED = "reference/*/*.json"  # what DPO leaves before its first step
 _MARKS = ("metrics.jsonl", "state.json", "card.json")  # a folder that holds one of them is a run
 
 Value = TypeVar("Value")
@@ -108,7 +109,7 @@ def run_folder(config: RunConfig, here: Here, recipe: str = "sft") -> Path:
         names = [config.out] if config.out is not None else [name, *(f"{name}-{i}" for i in range(2, 1000))]
         folder = next((f for f in map(Path, names) if not f.exists()), Path(names[0]))
         _look(folder, config)
-    if config.resume and not any((*(folder / CHECKPOINTS).glob("step_*"), *folder.glob("reference"))):
+    if config.resume and not any((*(folder / CHECKPOINTS).glob("step_*"), *folder.glob(_SCORED))):
         raise CheckpointError(f"nothing to resume: {folder / CHECKPOINTS} holds no checkpoint; start without resume")
     return folder
 
@@ -122,7 +123,7 @@ def _look(folder: Path, config: RunConfig) -> None:
         if not (config.overwrite or config.resume):
             how = "give another one, resume=True to go on in it, or overwrite=True to replace the run in it"
             raise RunExistsError(f"the run folder {folder} exists; {how}")
-        if not any((folder / mark).exists() for mark in _MARKS):
+        if not any((*((folder / mark).exists() for mark in _MARKS), *folder.glob(_SCORED))):
             raise RunExistsError(f"{folder} holds what is not a run; nothing was touched, give another folder")
     place = existing(folder)
     probe = place / f".moekit-{time.time_ns()}"
