@@ -5,9 +5,8 @@ Everything runs on the flat order of a microbatch (`moekit.data.batch.Flat`): [N
 Axis letters: B rows, T positions in a row, N positions seen flat, M labelled positions, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from ..data.batch import Batch, Flat
 from ..errors import ConfigError, DataError
 from ..objectives.logprobs import token_logprobs
 from .attention import Attend, Attention, RMSNorm, rope_angles
-from .moe import FeedForward, Linear, Memo, MoE, Observer, RouterLoss
+from .moe import FeedForward, Linear, Memo, MoE
 from .router import Route
 
 
@@ -52,7 +51,7 @@ class Part:
     experts: tuple[int, int]  # [start, stop)
 
     @staticmethod
-    def whole(config: ModelConfig) -> Part:
+    def whole(config: ModelConfig) -> "Part":
         """Everything."""
         return Part(((0, config.layers),), (0, config.experts))
 
@@ -183,7 +182,7 @@ class Transformer(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
-    def keep(self, part: Part) -> Transformer:
+    def keep(self, part: Part) -> "Transformer":
         """Cut a whole model down to a part, in place; returns self. What is left out is freed."""
         if self.part != Part.whole(self.config):
             raise ConfigError(f"this model is a part already ({self.part}); only a whole model can be cut")
@@ -219,32 +218,23 @@ class Transformer(nn.Module):
         return next(self.parameters()).device
 
     def forward(
-        self,
-        batch: Batch | Flat,
-        *,
-        elide: Elide = "padding",
-        router_loss: RouterLoss | None = None,
-        observer: Observer | None = None,
-        replay: list[Tensor] | None = None,
-        record: bool = False,
-        keep_hidden: bool = False,
-        recompute: Recompute = "none",
-        temperature: float = 1.0,
-    ) -> Outputs:
+        self, batch: Batch | Flat, *, record: bool = False, keep_hidden: bool = False, temperature: float = 1.0,
+        **how: Any,
+    ) -> Outputs:  # fmt: skip
         """Run a microbatch and score its labels.
 
         Args:
             batch: rows, or the same seen flat.
+            record: keep what the routers decided.
+            keep_hidden: also return the final hidden states of all positions.
+            temperature: log-probs are those of logits divided by it.
             elide: which expert rows are skipped because they cannot reach the loss: "none", "padding", or
                 "padding+last_layer" (the last layer runs labelled positions only). Loss and gradient are the same.
             router_loss: `(layer, route, flat, again) -> scalar`, already scaled; reaches the gradient through the
                 layer's output, so the caller must not add it to the loss. The last layer's sees all N positions too.
             observer: told of every routed row, forward, recomputed and backward.
             replay: expert choices [N, K] to use, one tensor per routing layer, in flat order; -1 = the router's own.
-            record: keep what the routers decided.
-            keep_hidden: also return the final hidden states of all positions.
             recompute: activations that are computed again in the backward: of the experts ("moe"), of blocks ("block").
-            temperature: log-probs are those of logits divided by it.
 
         Raises:
             DataError: a token outside the vocabulary, or a position past `max_positions`.
@@ -254,25 +244,13 @@ class Transformer(nn.Module):
         if len(self.part.stages) != 1 or self.part.stages[0] != (0, self.config.layers):
             raise ConfigError(f"only layers {self.part.stages} are here; a Learner runs a model in parts")
         flat = (batch.flat if isinstance(batch, Batch) else batch).to(self.device)
-        x, routes = self.stage(
-            0, None, flat, elide=elide, router_loss=router_loss, observer=observer, replay=replay,
-            keep_hidden=keep_hidden, recompute=recompute,
-        )  # fmt: skip
+        x, routes = self.stage(0, None, flat, keep_hidden=keep_hidden, **how)
         return self.finish(x, flat, routes if record else None, keep_hidden, temperature)
 
     def stage(
-        self,
-        index: int,
-        x_ND: Tensor | None,
-        flat: Flat,
-        *,
-        elide: Elide = "padding",
-        router_loss: RouterLoss | None = None,
-        observer: Observer | None = None,
-        replay: list[Tensor] | None = None,
-        keep_hidden: bool = False,
-        recompute: Recompute = "none",
-    ) -> tuple[Tensor, list[Route]]:
+        self, index: int, x_ND: Tensor | None, flat: Flat, *, elide: Elide = "padding",
+        replay: list[Tensor] | None = None, keep_hidden: bool = False, **how: Any,
+    ) -> tuple[Tensor, list[Route]]:  # fmt: skip
         """The layers `part.stages[index]`: hidden states of `flat` in (None = embed them), out, and the routes.
 
         After the last layer with elide="padding+last_layer" only labelled positions are left, [M, D]. Other arguments
@@ -298,9 +276,7 @@ class Transformer(nn.Module):
                 real=real,
                 sizes=tuple(p.labels if last else p.positions if elide == "none" else p.real for p in flat.peers),
                 replay_NK=given,
-                router_loss=router_loss,
-                observer=observer,
-                recompute=recompute,
+                **how,
             )
             if route is not None:
                 routes.append(route)
