@@ -102,6 +102,7 @@ def _demo(folder: Path, nproc: int, steps: int) -> dict[str, Any]:
             raise
         model = load(out / EXPORT)
         answers[name] = evaluate(model, tokenizer, held_out, max_new_tokens=24)
+        say(f"    {answers[name]['exact']:.0%} of {len(held_out)} held-out questions answered right")
         off = check_transformers(out / EXPORT, model, tokenizer, held_out[0]["messages"][:1])
         difference = max(difference, off)
 
