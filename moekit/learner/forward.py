@@ -7,13 +7,11 @@ dropped rows unasked.
 Axis letters: N positions of a microbatch, M labelled positions, K experts per position, D width.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +21,13 @@ from ..data.batch import Batch, Flat
 from ..errors import DataError
 from ..measure.memory import held_bytes
 from ..measure.tokens import RowCounter
-from ..model.transformer import Outputs, check
+from ..model.transformer import Outputs, Transformer, check
 from . import loop
 from .gradients import is_expert
 from .mesh import Mesh, World
 from .overflow import Overflow
 from .precision import ExpertCaches, check_shape
 from .stages import part_of
-
-if TYPE_CHECKING:
-    from ..model.transformer import Transformer
 
 
 class Forward:
@@ -236,16 +231,17 @@ class Forward:
         start, stop = self.model.part.stages[place]
         return [i for i in self.model.config.moe_layers if start <= i < stop]
 
-    def _prepare(self, batches: Sequence[Batch], needs: tuple[str, ...] = ()) -> list[Flat]:
+    def _prepare(self, batches: Sequence[Batch], needs: tuple[str, ...] = (), units: Any = None) -> list[Flat]:
         """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing).
 
-        `needs`: names of the extra values that every batch must bring."""
+        `needs`: names of the extra values that every batch must bring. `units`: an objective's, which may refuse one."""
         flats, problem = list[Flat](), ""
         try:
             for b in batches:
                 if missing := [n for n in needs if n not in b.extra]:
                     raise DataError(f"the batch lacks the extra values {', '.join(missing)} that the objective reads")
                 check(b.flat, self.model.config)
+                _ = units and units(b.flat)
                 flats.append(b.flat)
         except DataError as error:
             problem = f"rank {self.world.rank}: {error}"

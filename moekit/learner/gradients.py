@@ -16,8 +16,6 @@ with the parameter. Expert gradients hold the tokens of all ep ranks already: th
                              memory is given back: less memory, as many times the wire as there are microbatches
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +61,7 @@ class Span:
 class Slot:
     """Where one parameter's gradient goes (`moekit.ops.GradSlot`); its bucket gets memory when it is first touched."""
 
-    def __init__(self, bucket: Bucket, span: Span):
+    def __init__(self, bucket: "Bucket", span: Span):
         self.bucket, self.span, self.filled = bucket, span, False
         self.hook: Any = None  # the parameter's, which fills this
 

@@ -5,26 +5,25 @@ with weights that were known before the first backward, sum gradients over ranks
 recipe know nothing of ranks; the learner knows nothing of chats.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.write import Saving
 from ..config import Denominator, LearnerConfig
 from ..data.batch import Batch, Flat
 from ..errors import ConfigError
 from ..measure.cost import rates, step_flops
 from ..measure.memory import SavedBytes, saved_bytes
 from ..measure.tokens import RowCounter
-from ..model.transformer import Outputs
+from ..model.transformer import Outputs, Transformer
 from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
@@ -34,11 +33,6 @@ from .gradients import Gradients
 from .mesh import World
 from .optimizer import FlatAdamW
 from .precision import ExpertCaches
-
-if TYPE_CHECKING:
-    from ..checkpoint.write import Saving
-    from ..model.transformer import Transformer
-
 
 WIRE = ("rows", "metadata", "gradients", "parameters", "pipeline", "counts")
 
@@ -136,7 +130,7 @@ class Learner(Forward):
         """
         t0 = time.perf_counter()
         self.mesh.wire.reset()
-        flats = self._prepare(batches, self.needs)
+        flats = self._prepare(batches, self.needs, self.units)
         counts = step_counts(flats, self.mesh.dp.sum_list)
         units = counts.supervised
         if self.units is not None:
@@ -294,7 +288,7 @@ class Learner(Forward):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Mean loss and metrics per unit over all ranks' batches, without gradient; counted in pass "evaluate"."""
-        flats = self._prepare(batches, self.needs)
+        flats = self._prepare(batches, self.needs, self.units)
         found: dict[int, list[Tensor]] = {}
 
         def told(i: int, out: Outputs) -> Tensor:

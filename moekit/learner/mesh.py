@@ -10,8 +10,6 @@ decided in one place, and the bytes that leave this rank are counted there. Redu
 behind the caller's back.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,7 +69,7 @@ class World:
     wire: Wire = field(default_factory=Wire)
 
     @staticmethod
-    def current() -> World:
+    def current() -> "World":
         """The world that torch.distributed was initialised with; one rank if it was not."""
         if not (dist.is_available() and dist.is_initialized()):
             return World()
@@ -85,10 +83,7 @@ class World:
     def max_list(self, values: Iterable[float]) -> list[float]:
         """Largest over ranks, element by element, in float64."""
         x = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        if self.size > 1:
-            self.wire.add("counts", 2 * (self.size - 1) / self.size * x.nbytes)
-            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
-        return x.tolist()
+        return self.sum(x, "counts", dist.ReduceOp.MAX).tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order; for picklable things, on the host."""
@@ -99,11 +94,11 @@ class World:
         return out
 
     # ------------------------------------------------------------------ tensors
-    def sum(self, x: Tensor, kind: str = "counts") -> Tensor:
-        """Sum over ranks, in place; returns `x`."""
+    def sum(self, x: Tensor, kind: str = "counts", op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Sum (or another `op`) over ranks, in place; returns `x`."""
         if self.size > 1:
             self.wire.add(kind, 2 * (self.size - 1) / self.size * x.nbytes)
-            dist.all_reduce(x, op=dist.ReduceOp.SUM, group=self.group)
+            dist.all_reduce(x, op=op, group=self.group)
         return x
 
     def reduce_scatter(self, x: Tensor, kind: str = "gradients") -> Tensor:
@@ -183,7 +178,7 @@ class Mesh:
         return self.world.wire
 
     @staticmethod
-    def make(config: LearnerConfig, shape: ModelConfig, world: World | None = None) -> Mesh:
+    def make(config: LearnerConfig, shape: ModelConfig, world: World | None = None) -> "Mesh":
         """The meshes of a layout. Every rank of the world calls it: it makes process groups.
 
         Raises:

@@ -6,6 +6,7 @@ which layout wrote and which one reads.
 
 from __future__ import annotations
 
+import json
 import random
 import uuid
 from pathlib import Path
@@ -156,7 +157,7 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
 def _read(learner: Learner, folder: str | Path) -> dict[str, Any]:
     """Masters, moments and buffers of this rank, from the files; returns the manifest."""
     with open_checkpoint(folder) as there:
-        theirs, ours = there.manifest["model"], _plain(learner.model.config.to_dict())
+        theirs, ours = there.manifest["model"], json.loads(json.dumps(learner.model.config.to_dict()))
         if theirs != ours:
             differ = [f"{k} is {theirs.get(k)!r} there, {ours[k]!r} here" for k in ours if theirs.get(k) != ours[k]]
             raise CheckpointError(f"{folder} is of another model: {', '.join(differ)}")
@@ -170,12 +171,3 @@ def _read(learner: Learner, folder: str | Path) -> dict[str, Any]:
             there.read(kind, targets, names=known)
         there.read("master", learner.gradients.held(), names=names["master"], cast=True)
         return there.manifest
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back: tuples become lists."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value
