@@ -5,8 +5,6 @@
 
 It has no Hugging Face family; what it leaves is a checkpoint, from which a critic can start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

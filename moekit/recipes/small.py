@@ -4,8 +4,6 @@ The question "reverse 4 1 7" has the answer "7 1 4". The words are few, so that 
 token, and a model of two layers is half way after some fifty steps, a few seconds on one core.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, replace
