@@ -92,7 +92,8 @@ def follow(job: Job, steps: int) -> None:
         while True:
             over = job.done  # before reading, so that the last record is not missed
             for last in job.metrics()[-1:]:  # none for a moment, where a resumed run cuts its record
-                facts = {"loss": last.get("loss/sft"), "supervised_tokens/s": last.get("rate/supervised_tokens_s")}
+                facts = {"loss": last.get("loss/sft", last.get("loss/dpo")), "reward": last.get("reward/mean"),
+                         "supervised_tokens/s": last.get("rate/supervised_tokens_s")}  # fmt: skip
                 progress.update(last["step"] + 1, **{name: value for name, value in facts.items() if value is not None})
             if over:
                 return
