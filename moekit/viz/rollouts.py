@@ -36,7 +36,7 @@ def step_parts(source: Any) -> Figure:
         labels.append((level + v[-1] / 2, f"{words} {100 * v.sum() / whole:.0f} %", colour))
         level += float(v[-1])
     fig.update_yaxes(title="ms", range=[0, top])
-    fig.update_xaxes(title="step")
+    fig.update_xaxes(title="step", range=[-0.6, len(next(iter(ms.values()))) - 0.4])
     end_labels(fig, labels, 0.0, top)
     return fig
 
