@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from moekit import ops
-from moekit.errors import ConfigError
+from moekit.data.batch import Batch
+from moekit.data.report import Report
+from moekit.errors import ConfigError, DataError
 from moekit.kernels import cpu_choice
+from moekit.learner.learner import Learner
 from moekit.learner.mesh import World
+from moekit.objectives.reward_model import RewardModel
 from moekit.recipes import ppo, rl
+from moekit.recipes.reward_model import scorer
 from moekit.workloads import PPOConfig, published
 
 spec = importlib.util.spec_from_file_location("updating", Path(__file__).parent / "recipes" / "updating.py")
@@ -88,3 +95,31 @@ def test_experts_run_in_inference_mode_before_anything_was_measured(monkeypatch)
     assert torch.equal(y, z) and not cpu_choice.choices()
     with torch.no_grad():
         torch.testing.assert_close(ops.moe_ffn(x, rows, gate, up, down), y)
+
+
+def test_a_sequence_that_cannot_be_scored_has_no_score(tmp_path):
+    """It read 0, which is a score like any other; and one call scores all, as ranks differ in how many they have."""
+    model = updating.seeded(torch.float32, value_head=True)
+    torch.nn.init.normal_(model.head.weight)
+    learner = Learner(model, RewardModel(), replace(updating.LEARNER, bias_rate=0.0))
+    learner.save(tmp_path / "saved")
+    score = scorer(tmp_path / "saved", rows=2)
+    found = score([[5, 6, 7], [5], [1, 2, 3, 4], [8, 9], []])
+    assert [math.isnan(x) for x in found] == [False, True, False, False, True]
+    assert score([[8, 9]]) == pytest.approx([found[3]], abs=1e-4) and found[0] != found[2]
+
+
+def test_units_are_asked_where_a_refusal_reaches_all_ranks():
+    """An objective refused a rank's batch between two collectives, and the other ranks waited in the second."""
+    learner = Learner(updating.seeded(value_head=True), RewardModel(), updating.LEARNER)
+    labels = torch.tensor([[-100, 4]])
+    one = torch.zeros(1, 2)
+    alone = Batch.make(torch.tensor([[3, 4]]), labels=labels, extra={"family": one, "chosen": one})
+    for run in (learner.step, learner.evaluate):
+        with pytest.raises(DataError, match="rank 0: 1 scored answers are not pairs"):
+            run([alone])
+
+
+def test_other_right_answers_are_other_data():
+    prints = {rl.Prompts([[1, 2]], [{"answer": a}], Report()).fingerprint for a in ("3", "4", None)}
+    assert len(prints) == 3

@@ -234,7 +234,7 @@ class Forward:
     def _prepare(self, batches: Sequence[Batch], needs: tuple[str, ...] = (), units: Any = None) -> list[Flat]:
         """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing).
 
-        `needs`: names of the extra values that every batch must bring. `units`: an objective's, which may refuse one."""
+        `needs`: names of the extra values that every batch must bring. `units`: an objective's; it may refuse."""
         flats, problem = list[Flat](), ""
         try:
             for b in batches:

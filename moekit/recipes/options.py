@@ -132,7 +132,7 @@ def add_options(p: argparse.ArgumentParser, command: Command) -> None:
     if issubclass(command.config, RLConfig):
         names = [name for name, p in PUBLISHED.items() if p.config is command.config]
         g.add_argument(
-            "--published", choices=names, help="settings of a published recipe, where no option says otherwise"
+            "--published", choices=names, help="settings of a published recipe, where options have their defaults"
         )
     own = command.config("", "")
     configs = ([DataConfig()] if command.name == "sft" else []) + [RouterLossConfig(), LearnerConfig(), own]

@@ -55,8 +55,9 @@ class Prompts:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all prompts."""
-        return hashlib.blake2b(json.dumps(self.ids).encode(), digest_size=16).hexdigest()
+        """Hash of all prompts and their right answers."""
+        told = json.dumps([self.ids, [item.get("answer") for item in self.items]])
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
 
 def load_prompts(source: str, tokenizer: Any, config: RLConfig, split: Any = "train", size: int = 0) -> Prompts:
