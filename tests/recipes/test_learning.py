@@ -39,7 +39,7 @@ def test_rewards_teach_and_shuffled_rewards_do_not(folder, name):
     """Measured: see benchmarks/RESULTS.md."""
     *learnt, control = gains(learning.several(name, folder, [*SEEDS, learning.CONTROL]))
     assert min(learnt) >= 0.15, learnt
-    assert abs(control) < 0.1 and control < min(learnt) - 0.1, (control, learnt)
+    assert -0.15 < control < 0.05, control  # no gain; steps along noise cost a little
 
 
 def test_right_answers_are_preferred_to_those_to_other_questions(folder):
