@@ -22,6 +22,7 @@ from moekit.learner.mesh import World
 from moekit.objectives.reward_model import RewardModel
 from moekit.recipes import ppo, rl
 from moekit.recipes.reward_model import scorer
+from moekit.recipes.sampler import old_samples
 from moekit.workloads import PPOConfig, published
 
 spec = importlib.util.spec_from_file_location("updating", Path(__file__).parent / "recipes" / "updating.py")
@@ -123,3 +124,12 @@ def test_units_are_asked_where_a_refusal_reaches_all_ranks():
 def test_other_right_answers_are_other_data():
     prints = {rl.Prompts([[1, 2]], [{"answer": a}], Report()).fingerprint for a in ("3", "4", None)}
     assert len(prints) == 3
+
+
+def test_samples_with_any_characters_are_kept_on_resume(tmp_path):
+    """U+0085 and U+2028 end lines for `splitlines`, and are in answers as they are; a line may be cut after a brace."""
+    line = '{"step": %d, "answer": "a\u0085b\u2028c {}"}'
+    path = tmp_path / "samples.jsonl"
+    path.write_text(f"{line % 0}\n{line % 1}\n{line[:-2] % 1}", encoding="utf-8")
+    old_samples(tmp_path, 1)
+    assert path.read_text(encoding="utf-8") == f"{line % 0}\n"

@@ -230,6 +230,8 @@ def old_samples(folder: Path, start: int) -> None:
     """Take the answers of steps that will be taken again out of `samples.jsonl`."""
     path = folder / "samples.jsonl"
     if path.exists():
-        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        *lines, _ = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # answers may hold other ends of lines; the last is cut
         kept = [line for line in lines if json.loads(line)["step"] < start]
         write_atomic(path, "".join(f"{line}\n" for line in kept).encode())
