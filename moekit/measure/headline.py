@@ -73,7 +73,8 @@ def headline(runs: Mapping[str, Run | str | Path] | Run | str | Path) -> pd.Data
               for name, r in ({"": runs} if one else runs).items()}  # fmt: skip
     if not opened:
         raise DataError("headline needs at least one run")
-    parts, supervised = {}, {}
+    parts: dict[Any, dict[str, float]] = {}
+    supervised: dict[str, float] = {}
     for name, run in opened.items():
         name = name or run.folder.resolve().name
         column: Any = run.metrics.get("tokens/supervised", [0.0])
@@ -82,7 +83,7 @@ def headline(runs: Mapping[str, Run | str | Path] | Run | str | Path) -> pd.Data
             raise DataError(f"{run.folder}: no supervised token was counted, so nothing can be given per such token")
         for (component, part, quantity), total in _totals(run).items():
             parts.setdefault((name, component, part), {})[quantity] = total / tokens
-    table = pd.DataFrame.from_dict(parts, orient="index", columns=list(QUANTITIES), dtype=float)
+    table: Any = pd.DataFrame.from_dict(parts, orient="index", columns=list(QUANTITIES), dtype=float)
     table.index = pd.MultiIndex.from_tuples(list(parts), names=["run", "component", "part"])
     place = {"run": list(supervised), "component": COMPONENTS, "part": PARTS}
     order = lambda level: level.map({v: i for i, v in enumerate(place[level.name])})
@@ -93,7 +94,7 @@ def headline(runs: Mapping[str, Run | str | Path] | Run | str | Path) -> pd.Data
 
 def in_units(table: pd.DataFrame, by: Iterable[str] = ("run",)) -> pd.DataFrame:
     """The sums of `headline` by run (and component, part), in units that read well: rows, kB, ms."""
-    some = table.groupby(level=list(by), sort=False).sum(min_count=1)
+    some: Any = table.groupby(level=list(by), sort=False).sum(min_count=1)
     units = {q: f"{q.split('_')[0]}, {unit}" if unit != "rows" else "rows" for q, (unit, _) in QUANTITIES.items()}
     return some.mul([factor for _, factor in QUANTITIES.values()]).rename(columns=units)
 
@@ -106,7 +107,7 @@ def _totals(run: Run) -> dict[Key, float]:
         part, _, quantity = rest.partition("/")
         if quantity == "dispatched" and part != "evaluate":
             out[component, part, "rows"] += float(run.arrays(name).values.sum())
-    metrics = run.metrics
+    metrics: Any = run.metrics
     total = {name: float(np.nansum(metrics[name])) for name in metrics if metrics[name].dtype.kind in "if"}
     for name, sent in total.items():
         if found := re.fullmatch(r"(critic_)?wire/(?:([a-z]+)_)??([a-z]+)_bytes", name):

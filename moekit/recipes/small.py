@@ -77,7 +77,7 @@ def small_start(
     tokenizer = train_tokenizer([q for q, *_ in asked], 300, folder / "tokenizer", min_frequency=len(asked) // 5)
     ids = {f"{name}_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = Transformer(replace(preset("tiny"), vocab=len(tokenizer), **FAST, **ids, **shape), seed=seed)
-    data = build(str(folder / "chats.jsonl"), tokenizer, DataConfig(length=96))
+    data: Any = build(str(folder / "chats.jsonl"), tokenizer, DataConfig(length=96))
     config = LearnerConfig(lr=lr, warmup_steps=10, schedule="cosine", total_steps=max(steps, 11), min_lr_ratio=0.2,
                            router=RouterLossConfig(balance=0.01))  # fmt: skip
     learner, stream = Learner(model, SFT(), config), RowStream(data, rows, seed)

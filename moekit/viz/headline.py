@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DataError
 from ..measure.headline import COMPONENTS, PARTS, QUANTITIES, headline
 from .theme import INK, MUTED, SERIES, SIZE, Figure, figure, names_axis, note, tint
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 # components by hue (a reward's and a transfer's share is small), their parts by tint
-COLOUR = dict(zip(COMPONENTS, (*SERIES[:3], SERIES[5], SERIES[3], SERIES[4])))
+COLOUR: dict[str, str] = dict(zip(COMPONENTS, (*SERIES[:3], SERIES[5], SERIES[3], SERIES[4])))
 TINT = {"forward": 1.0, "train": 1.0, "recompute": 0.8, "backward": 0.62, "score": 0.36, "prefill": 0.55, "decode": 1.0,
         "parameters": 1.0, "gradients": 0.75, "optimizer": 0.55, "saved": 0.32, "cache": 0.75}  # fmt: skip
 TITLES = {"rows": "routed rows", "wire_bytes": "wire, kB", "seconds": "time, ms", "memory_bytes": "memory, kB"}
@@ -26,7 +23,7 @@ def headline_figure(runs: Any, *, title: str = "What one supervised token costs"
 
     Args: `runs`: a table of `moekit.headline`, or what it takes. A quantity that no run has gets no panel.
     """
-    table: pd.DataFrame = runs if hasattr(runs, "columns") and "wire_bytes" in runs else headline(runs)
+    table: Any = runs if hasattr(runs, "columns") and "wire_bytes" in runs else headline(runs)
     names = list(dict.fromkeys(table.index.get_level_values("run")))
     shown = [q for q in QUANTITIES if table[q].sum() > 0]
     if not shown:
@@ -37,7 +34,7 @@ def headline_figure(runs: Any, *, title: str = "What one supervised token costs"
     fig = figure(title, how, width=980, height=116 + 36 * len(names) + 66, margin=margin, barmode="stack", bargap=0.36,
                  hovermode="closest")  # fmt: skip
     width = (1 - GAP * (len(shown) - 1)) / len(shown)
-    totals = table.groupby(level="run", sort=False).sum(min_count=1)
+    totals: Any = table.groupby(level="run", sort=False).sum(min_count=1)
     for at, quantity in enumerate(shown):
         suffix, left = str(at + 1) if at else "", at * (width + GAP)
         factor = QUANTITIES[quantity][1]

@@ -118,8 +118,8 @@ def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cost(run: Any) -> tuple[Any, ...]:
-    table = headline(run)
-    some = in_units(table, ("component",))
+    table: Any = headline(run)
+    some: Any = in_units(table, ("component",))
     told = [f"{what} {number(float(some[what].sum()))}" for what in some if some[what].any()]
     most = some["seconds, ms"].dropna()
     text = f"One supervised token took {', '.join(told)}."
