@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
                 "[--out RUN] [--nproc N] [--steps N]")  # fmt: skip
     p.add_argument("--out", default="runs/demo", help="run folder; one that an earlier demo made is replaced")
     p.add_argument("--nproc", type=int, default=2, help="processes")
-    p.add_argument("--steps", type=int, default=None, help="of fine-tuning; the most of the others (default: 300)")
+    p.add_argument("--steps", type=int, default=None, help="of fine-tuning; the most of the others (default: 400)")
     return whole
 
 

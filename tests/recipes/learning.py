@@ -99,7 +99,7 @@ def run_dpo(folder: Path, seed: int) -> dict[str, Any]:
 
 KL = 0.1  # holds a policy that learns nothing where it was: steps along noise would ruin it
 GRPO_STEPS, GRPO_LR = 125, 2e-4
-PPO_STEPS, PPO_LR = 60, 4e-4
+PPO_STEPS, PPO_LR = 90, 4e-4
 DPO_STEPS = 60
 RUNS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "start": start,
