@@ -348,14 +348,14 @@ def expert_ffn(
     if hasattr(form, "expert_ffn"):  # Triton
         return form.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, order_R, slots)
     scaled = None if mx is None else _mxfp8_form(x_RD)  # None: reference, or no MXFP8
-    if scaled is not None and scaled is not mxfp8:  # Triton: no host read
+    if mx is not None and scaled is not mxfp8 and scaled is not None:  # Triton: no host read
         return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R, scaled)
     total = int(offset_E[-1])
     if total > x_RD.shape[0] or (order_R is not None and order_R.shape[0] != total):
         raise ConfigError(f"expert_ffn: {total} rows of experts, but x has {x_RD.shape[0]} and order_R={order_R}")
     row_R = torch.arange(total, device=x_RD.device) if order_R is None else order_R
     rows = Sorted(row_R, row_R, offset_E)
-    if scaled is mxfp8:
+    if mx is not None and scaled is mxfp8:
         return mxfp8.expert_ffn(x_RD, offset_E, gate_up_E2FD, down_EDF, *mx, slots, order_R, scaled)
     if _plain():
         plain, one = reference.mxfp8_ffn if mx else reference.moe_ffn, x_RD.new_ones(x_RD.shape[0], 1)

@@ -238,7 +238,7 @@ def published(name: str, model: str, data: str, **given: Any) -> RLConfig:
     if name not in PUBLISHED:
         raise ConfigError(f"no published recipe {name!r}; there are {', '.join(PUBLISHED)}")
     p = PUBLISHED[name]
-    settings = p.settings | {"microbatch_tokens": 8192} | given
+    settings: dict[str, Any] = {**p.settings, "microbatch_tokens": 8192, **given}
     if "learner" not in settings:
         probe = p.config(model, data, **settings)
         total = probe.steps * probe.updates if p.schedule != "constant" else None

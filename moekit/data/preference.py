@@ -215,4 +215,4 @@ def _cut(pair: Pair, length: int, share: bool, over_long: str, report: Report) -
     if answers[0] == answers[1]:
         report.add(*told, "rejected", f"both answers are the same {len(answers[0])} tokens: there is nothing to prefer")
         return None
-    return Pair(pair.prompt, *answers, *told)
+    return Pair(pair.prompt, answers[0], answers[1], *told)

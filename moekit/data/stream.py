@@ -46,6 +46,7 @@ def _mix(x: Any) -> Any:
 class RowStream:
     """Steps of `batch_rows` rows, epoch after epoch; the same on all ranks, each of which takes its share.
     Args:
+        rows: an `Indexed`.
         batch_rows: rows of one optimizer step over all ranks; an epoch's last step may have fewer.
         seed: of the order. shuffle: False = rows in their own order, every epoch.
     >>> from moekit.config import DataConfig
@@ -57,7 +58,7 @@ class RowStream:
     [[[0], [1]], [[4]], [[0], [1]]]
     """
 
-    def __init__(self, rows: Indexed, batch_rows: int, seed: int = 0, shuffle: bool = True):
+    def __init__(self, rows: Any, batch_rows: int, seed: int = 0, shuffle: bool = True):
         if batch_rows < 1:
             raise ConfigError(f"batch_rows={batch_rows} must be at least 1")
         if not len(rows):

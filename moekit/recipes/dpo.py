@@ -22,6 +22,7 @@ from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..measure.tokens import RowCounter
 from ..objectives.dpo import DPO
+from ..viz.progress import Progress
 from ..workloads import DPOConfig
 from . import pairs, runs, setup
 from .pairs import HeldOut
@@ -106,18 +107,13 @@ def _cached(run: Run, layout: Forward, data: Pairs | None, tokenizer: Any) -> Pa
     if data is None:
         return None
     config: DPOConfig = run.config
-    progress = None
-    if run.world.rank == 0:
-        from ..viz.progress import Progress
-
-        line = Progress(len(data), "reference")
-        progress = lambda done, _total, _what: line.update(done)
+    line = Progress(len(data), "reference") if run.world.rank == 0 else None
     found = cached(
         layout, data, tokenizer, config.cache or Path(run.folder) / "reference",
         truncation=f"{config.over_long} {config.length}", microbatch_tokens=config.microbatch_tokens,
-        progress=progress,
+        progress=None if line is None else lambda done, _total, _what: line.update(done),
     )  # fmt: skip
-    if run.world.rank == 0:
+    if line is not None:
         line.close()
     return found
 

@@ -29,7 +29,7 @@ def load(config: PairConfig, tokenizer: Any, data: str | None = None) -> Pairs:
     )
 
 
-def card(config: PairConfig, objective: Any) -> dict[str, dict[str, Any]]:
+def card(config: PairConfig, objective: Any) -> dict[str, Any]:
     """What the run card says of objective and batch."""
     batch = {"pairs of a step": config.batch_pairs, "length": config.length, "share_prompt": config.share_prompt,
              "over_long": config.over_long}  # fmt: skip

@@ -90,7 +90,7 @@ def load_prompts(source: str, tokenizer: Any, config: RLConfig, split: Any = "tr
     return Prompts(ids, kept, report)
 
 
-def card(config: RLConfig) -> dict[str, dict[str, Any]]:
+def card(config: RLConfig) -> dict[str, Any]:
     """What the run card says of objective and batch."""
     every = config.to_dict()
     batch = ("prompts", "group", "max_prompt", "max_new_tokens", "temperature", "top_k", "top_p", "rollout_dtype",

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,8 @@ def build(root, shard_pairs=4, kill_after=None, **changes):
 
 def values(found: Pairs) -> dict[bytes, torch.Tensor]:
     """All entries of a cache."""
-    return dict(found.reference.values)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    reference: Any = found.reference
+    return dict(reference.values)
 
 
 def ranks(rank: int, size: int, folder: str) -> None:
