@@ -30,6 +30,7 @@ def token_logprobs(
     Gradients:
         To `hidden_MD` and `head_VD`. The log-softmax and its gradient are in the returned dtype.
 
+    >>> import torch
     >>> h, w = torch.tensor([[2.0, 0.0]]), torch.eye(2)
     >>> round(token_logprobs(h, w, torch.tensor([0]), temperature=0.5).item(), 7)
     -0.0181499

@@ -18,7 +18,7 @@ from moekit.recipes import setup
 from moekit.recipes import sft as recipe
 from moekit.recipes.sft import train
 
-TIMES = ("time/", "rate/", "flops/mfu")  # what a clock says differs from run to run
+TIMES = ("time/", "rate/", "flops/mfu", "memory/")  # clocks differ; memory is told at the first step after a start
 
 
 def records(folder: Path) -> list[dict]:
