@@ -169,10 +169,10 @@ def test_import_is_light(tmp_path: Path) -> None:
     )
     for _ in range(3):
         bare, named, at_import, at_use, cuda = json.loads(python(code, tmp_path))
-        if max(bare, named) < 0.3:
+        if bare < 0.3 and named < 0.5:
             break
     assert bare < 0.3, f"import moekit took {bare:.2f} s of its own"
-    assert named < 0.3, f"loading the public names took {named:.2f} s beyond torch"
+    assert named < 0.5, f"loading the public names took {named:.2f} s beyond torch"
     assert not at_import, f"import moekit loads {at_import}"
     assert not at_use, f"the public names load {at_use}"
     assert not cuda, "something started CUDA"
