@@ -34,13 +34,13 @@ def gains(found: list[dict[str, Any]]) -> list[float]:
     return [run["after"]["eval/exact"] - run["before"]["eval/exact"] for run in found]
 
 
-# Seen on two cores from 0.363: GRPO 0.58 (seed 0; 130 steps, lr 2.5e-4, no KL), PPO 0.48 after 60 steps (seed 0); the
-# control 0.26 (GRPO, 100 steps, lr 3e-4) and without the KL 0.02. DPO 0.965, 0.935, 0.94 (50 steps).
+# Seen from 0.363: GRPO 0.550, 0.550, 0.577, its control 0.317 (and 0.02 without the KL); DPO 0.965, 0.975, 0.955. The
+# bounds of the control say that it does not learn; steps along noise may cost a little.
 @pytest.mark.parametrize("name", ["grpo"])
 def test_rewards_teach_and_shuffled_rewards_do_not(folder, name):
     *learnt, control = gains(learning.several(name, folder, [*SEEDS, learning.CONTROL]))
     assert min(learnt) >= 0.15, learnt
-    assert -0.15 < control < 0.05, control  # no gain; steps along noise cost a little
+    assert -0.15 < control < 0.05, control
 
 
 def test_right_answers_are_preferred_to_those_to_other_questions(folder):
