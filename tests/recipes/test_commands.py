@@ -209,6 +209,6 @@ def test_bad_input_that_a_rank_finds(kit, tmp_path, capfd, case):
         assert "gone.jsonl" in bad("ppo", *model, *chats, "--eval-data", "gone.jsonl")
     elif case == "reference":
         data = pairs(tmp_path / "pairs.jsonl", 4)
-        assert "resident" in bad("dpo", *model, "--data", str(data), "--update-every", "2")
+        assert "resident" in bad("dpo", *model, "--length", "64", "--data", str(data), "--update-every", "2")
     else:
-        assert "broken.jsonl" in bad("dpo", *model, "--data", str(broken))
+        assert "broken.jsonl" in bad("dpo", *model, "--length", "64", "--data", str(broken))
