@@ -11,8 +11,6 @@ from typing import Any, Literal
 from .config import Denominator, Dtype, LearnerConfig, RunConfig, Schedule, _need
 from .errors import ConfigError
 
-Reference = Literal["none", "resident", "cached"]
-
 
 @dataclass(frozen=True)
 class PairConfig(RunConfig):
