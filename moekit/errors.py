@@ -37,6 +37,10 @@ class EngineError(MoekitError, RuntimeError):
     """A rollout engine that cannot serve now: paused, or left with half of an update."""
 
 
+class TransferError(MoekitError, RuntimeError):
+    """Weights that did not arrive as they were sent; nothing of them serves."""
+
+
 class CapabilityError(EngineError):
     """Something that this rollout engine cannot do was asked of it."""
 
