@@ -43,7 +43,10 @@ class Measures:
     def follow(self, device: torch.device) -> "Measures":
         """Move from the CPU to the device of the first event from elsewhere, and stay there. Returns self."""
         if self.buffer.device.type == "cpu" and device.type != "cpu":
-            self._bind(self.buffer.to(device))
+            with torch.inference_mode(
+                False
+            ):  # a forward in inference mode may be the first; `reset` comes outside of it
+                self._bind(self.buffer.to(device))
         return self
 
     def copy(self, device: torch.device | str | None = None) -> "Measures":

@@ -20,6 +20,7 @@ from ..errors import ConfigError, EngineError
 from ..measure.tokens import RowCounter
 from ..model.transformer import Part, Transformer
 from .engine import Answer, Capabilities, Rollout, Sampling, Told
+from .kv_cache import ordinary
 from .sampling import draw_key
 from .score import score
 from .slots import Group, Slots, Stats
@@ -157,15 +158,15 @@ class EmbeddedEngine:
         self._ready()
         self._sampler, slots = threading.get_ident(), min(self.slots, len(groups) * sampling.n)
         run = (self.ahead, self.counter, self.stats, lambda: self.version)
-        self._batch = batch = Slots(self.model, sampling, groups, slots, *run)
+        with torch.inference_mode():  # what the slots keep lives in there; what they hand out are ordinary tensors
+            self._batch = batch = Slots(self.model, sampling, groups, slots, *run)
         try:
             while batch.n or batch.waiting or batch.done:
                 while batch.done:
                     group, sample, answer = batch.done.popleft()
-                    experts = None if group.experts is None else group.experts.cpu().clone()
-                    yield Finished(group.index, sample, answer, experts)
+                    yield Finished(group.index, sample, answer, ordinary(group.experts))
                 self._ready()
-                with self._lock, torch.no_grad():
+                with self._lock, torch.inference_mode():
                     if batch.stale or batch.weights != self.version:
                         batch.renew(abort=self.when_running == "abort")
                     batch.step()
@@ -215,7 +216,7 @@ class EmbeddedEngine:
         values = source.state_dict() if isinstance(source, Transformer) else source
         with self._between_steps():
             if self._batch is not None:
-                with torch.no_grad():
+                with torch.inference_mode():
                     while self.when_running == "finish" and self._batch.n:
                         self._batch.step(admit=False)
                 self._batch.stale = True
@@ -240,7 +241,7 @@ class EmbeddedEngine:
 
     def abort(self) -> None:
         """End every answer of the stream under way where it is; its stream hands them out with finish "abort"."""
-        with self._between_steps(), torch.no_grad():
+        with self._between_steps(), torch.inference_mode():
             if self._batch is not None:
                 self._batch.abort(waiting=True)
 

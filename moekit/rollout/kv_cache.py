@@ -183,3 +183,9 @@ def decode(
         counter.positions(flat)
         counter.measures[counter.component, counter.pass_name].pairs += int(length_S.sum())
     return F.linear(model.final_norm(x_SD), model.head_weight), _experts(routes)
+
+
+def ordinary(x: Tensor | None) -> Tensor | None:
+    """A copy on the host of what was made in inference mode, which autograd takes and which may be written to."""
+    with torch.inference_mode(False):
+        return None if x is None else x.cpu().clone()

@@ -15,6 +15,7 @@ from ..data.batch import Batch
 from ..measure.tokens import RowCounter
 from ..model.transformer import Transformer
 from .engine import Sampling
+from .kv_cache import ordinary
 from .sampling import logprob_of
 
 ROWS = 2048  # logits at once
@@ -41,12 +42,18 @@ def score(
         stop, tokens = at, 0
         while stop < len(pairs) and (stop == at or tokens + sum(map(len, pairs[stop])) <= budget):
             stop, tokens = stop + 1, tokens + sum(map(len, pairs[stop]))
-        out, at = [*out, *_score(model, pairs[at:stop], sampling, counter)], stop
+        sizes, found = [len(p) + len(a) for p, a in pairs[at:stop]], _score(model, pairs[at:stop], sampling, counter)
+        logprobs, experts = ([None] * len(sizes) if x is None else ordinary(x).split(sizes) for x in found)
+        out += [(lp[len(p) :].clone(), e) for (p, _), lp, e in zip(pairs[at:stop], logprobs, experts)]
+        at = stop
     return out
 
 
-@torch.no_grad()
-def _score(model: Transformer, chunk: Sequence[Pair], sampling: Sampling, counter: RowCounter) -> list[Scored]:
+@torch.inference_mode()
+def _score(
+    model: Transformer, chunk: Sequence[Pair], sampling: Sampling, counter: RowCounter
+) -> tuple[Tensor, Tensor | None]:
+    """[N] log-prob of each token, and [N, L, K] experts, all pairs one after the other."""
     sizes = torch.tensor([len(p) + len(a) for p, a in chunk])
     ids_N = torch.tensor([i for p, a in chunk for i in (*p, *a)])
     segment_N = torch.repeat_interleave(torch.arange(len(chunk)), sizes)
@@ -62,10 +69,9 @@ def _score(model: Transformer, chunk: Sequence[Pair], sampling: Sampling, counte
     order_N = out.flat.order_N
     logprob_N = torch.zeros(len(ids_N), device=order_N.device)
     logprob_N[order_N[out.flat.label_index_M] + 1] = torch.cat(scores)  # stands at the token now
-    logprobs, experts = logprob_N.cpu().split(sizes.tolist()), [None] * len(chunk)
-    if out.routes:
-        flat_NLK = torch.stack([r.expert_NK for r in out.routes], 1).to(torch.int16)
-        experts = torch.empty_like(flat_NLK).index_copy_(0, order_N, flat_NLK).cpu().split(sizes.tolist())
-        for part in experts:
-            part[-1] = -1
-    return [(lp[len(prompt) :].clone(), e) for (prompt, _), lp, e in zip(chunk, logprobs, experts)]
+    if not out.routes:
+        return logprob_N, None
+    flat_NLK = torch.stack([r.expert_NK for r in out.routes], 1).to(torch.int16)
+    experts_NLK = torch.empty_like(flat_NLK).index_copy_(0, order_N, flat_NLK)
+    experts_NLK[sizes.cumsum(0) - 1] = -1
+    return logprob_N, experts_NLK

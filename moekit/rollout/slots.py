@@ -22,7 +22,7 @@ from torch import Tensor
 from ..measure.tokens import RowCounter
 from ..model.transformer import Transformer
 from .engine import Answer, Finish, Sampling
-from .kv_cache import KVCache, Prefix, decode, prefill
+from .kv_cache import KVCache, Prefix, decode, ordinary, prefill
 from .sampling import choose, uniform
 
 SORT = 3  # slots are sorted by length when this many times what they hold was read in vain
@@ -196,7 +196,8 @@ class Slots:
     def _hand_out(self, s: int, finish: Finish) -> None:
         (g, sample), count = self.owner[s].tolist(), int(self.count[s])
         experts = self._experts(s, count)
-        logprobs, versions = (torch.from_numpy(x[s, :count].copy()) for x in (self.logprobs, self.versions))
+        with torch.inference_mode(False):
+            logprobs, versions = (torch.from_numpy(x[s, :count].copy()) for x in (self.logprobs, self.versions))
         answer = Answer(self.ids[s, :count].tolist(), logprobs, experts, versions, finish)
         self.done.append((self.groups[g], sample, answer))
         self.n -= 1
@@ -205,7 +206,7 @@ class Slots:
         self.cache.groups = None
 
     def _experts(self, s: int, count: int) -> Tensor | None:
-        return self.experts[s, :count].cpu().clone() if self.experts.shape[2] else None
+        return ordinary(self.experts[s, :count]) if self.experts.shape[2] else None
 
     def _move(self, to: int | np.ndarray, of: int | np.ndarray) -> None:
         """Slots `of` become slots `to`."""
@@ -238,5 +239,6 @@ class Slots:
             self._hand_out(s, "abort")
         while waiting and self.waiting:
             group = self.waiting.popleft()
-            none = Answer([], torch.zeros(0), self._experts(0, 0), torch.zeros(0, dtype=torch.int64), "abort")
+            with torch.inference_mode(False):
+                none = Answer([], torch.zeros(0), self._experts(0, 0), torch.zeros(0, dtype=torch.int64), "abort")
             self.done.extend((group, sample, none) for sample in range(group.started, len(group.key)))

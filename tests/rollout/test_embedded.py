@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moekit.data.batch import Batch
 from moekit.errors import ConfigError, EngineError
 from moekit.rollout import kv_cache, slots
 from moekit.rollout.embedded import EmbeddedEngine
@@ -241,3 +242,37 @@ def test_an_empty_answer_is_scored_and_an_answer_can_be_one_token(small):
     told = []
     engine.generate([[1], [2]], Sampling(max_new_tokens=1, n=2), told=lambda *x: told.append(x))
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def ordinary(t: torch.Tensor) -> bool:
+    """Autograd takes it, it may be written to, and it has a version counter: none of it holds in inference mode."""
+    scale = torch.ones((), requires_grad=True)
+    (t.float() * scale).sum().backward()
+    t.add_(0)
+    return not t.is_inference() and t._version >= 0 and scale.grad == t.float().sum()
+
+
+def test_the_engine_runs_in_inference_mode_and_hands_out_ordinary_tensors(small, monkeypatch):
+    """Everything of an answer, of a score and of an abort serves autograd; the shared model trains on afterwards."""
+    made, seen = small.model(), []
+    route = type(made.blocks[0].moe.router).forward
+    monkeypatch.setattr(type(made.blocks[0].moe.router), "forward",
+                        lambda *a, **k: seen.append(torch.is_inference_mode_enabled()) or route(*a, **k))  # fmt: skip
+    engine, how = EmbeddedEngine.of(made, lambda: 0, slots=3), Sampling(max_new_tokens=6, n=2)
+    found = engine.generate(small.prompts, how)
+    found += engine.score(small.prompts, [[a.ids for a in r.answers] for r in found], how)
+    stream = engine.stream(small.prompts, how)
+    handed = [next(stream)]
+    engine.abort()
+    handed += stream
+    assert seen and all(seen) and {f.answer.finish for f in handed} == {"length", "abort"}
+    parts = [r.prompt_experts for r in found] + [f.prompt_experts for f in handed if f.prompt_experts is not None]
+    parts += [
+        t for a in [a for r in found for a in r.answers] + [f.answer for f in handed]
+        for t in (a.logprobs, a.experts, a.version)
+    ]  # fmt: skip
+    assert len(parts) > 60 and all(map(ordinary, parts))
+    engine.counter.reset()
+    out = made(Batch.make(torch.tensor([[5, 6, 7]])))
+    out.logprob_M.sum().backward()
+    assert not out.logprob_M.is_inference() and all(p.grad is not None for p in made.parameters())
