@@ -86,6 +86,10 @@ class RLConfig(RunConfig):
     top_p: float = 1.0
     rollout_dtype: Dtype | None = None  # of the engine's weights; None = the learner's
     slots: int = 64  # sequences that an engine decodes together
+    engine: Literal["embedded", "process", "vllm"] = "embedded"  # in the learner's process, in one of its own, or vLLM
+    engine_url: str | None = None  # of a vLLM server; None = vLLM in the learner's process
+    staleness: int = 0  # 1: the answers of a step are sampled while the step before trains, one step behind
+    update_mode: Literal["atomic", "in_place"] = "atomic"  # the old weights serve until all new ones are there, or not
     length: int = 512  # T, positions of a row
     share_prompt: bool = True
     microbatch_tokens: int = 4096  # positions of one forward, on one rank
@@ -121,6 +125,7 @@ class RLConfig(RunConfig):
             "log-probs do not; set importance_cap to correct for it, or sample from the whole distribution",
         )
         _need(self.kl >= 0, f"kl={self.kl} must be at least 0")
+        self._check_placement()
         _need(
             self.max_prompt + self.max_new_tokens <= self.length,
             f"max_prompt={self.max_prompt} and max_new_tokens={self.max_new_tokens} do not fit in a row of "
@@ -131,6 +136,24 @@ class RLConfig(RunConfig):
             f"minibatches={self.minibatches} cannot be more than prompts={self.prompts}: a group stays together",
         )
         _check_rows(self.length, self.microbatch_tokens)
+
+    def _check_placement(self) -> None:
+        """Where answers are sampled, and how old they may be."""
+        old = self.staleness
+        _need(old in (0, 1), f"staleness={old} is not 0 or 1: answers are at most one step old")
+        _need(
+            not old or self.importance_cap is not None,
+            f"staleness={old} trains on answers of an older policy; set importance_cap (2.0, say), which corrects for "
+            "it with the engine's log-probs, or staleness=0",
+        )
+        _need(
+            not old or self.engine != "embedded",
+            f"staleness={old} samples while the learner trains, which engine='embedded' cannot; take engine='process'",
+        )
+        _need(
+            self.engine_url is None or self.engine == "vllm",
+            f"engine_url={self.engine_url!r} is a vLLM server's address; set engine='vllm', or leave it out",
+        )
 
     @property
     def row_length(self) -> int:

@@ -67,7 +67,8 @@ DPO: Groups = {
 REWARD: Groups = {"training": TRAINING, "pairs": PAIRS, "loss": f"center {ROUTER}"}
 ROLLOUTS: Groups = {
     "training": TRAINING,
-    "rollouts": "prompts group items max_prompt max_new_tokens temperature top_k top_p rollout_dtype slots replay",
+    "rollouts": "prompts group items max_prompt max_new_tokens temperature top_k top_p rollout_dtype slots replay "
+    "engine engine_url staleness update_mode",
     "rewards": "verifier reward_scale truncated_reward reward_seconds reward_workers mask_truncated eval_data "
     "eval_every eval_items",
     "rows": "length share_prompt microbatch_tokens",

@@ -95,8 +95,9 @@ def card(config: RLConfig) -> dict[str, Any]:
     every = config.to_dict()
     batch = ("prompts", "group", "max_prompt", "max_new_tokens", "temperature", "top_k", "top_p", "rollout_dtype",
              "truncated_reward", "length", "share_prompt", "epochs", "minibatches", "verifier", "reward_scale",
-             "mask_truncated", "replay")  # fmt: skip
-    skip = {*batch, *(f.name for f in fields(RunConfig)), "slots", "reward_seconds", "reward_workers", "critic_learner"}
+             "mask_truncated", "replay", "engine", "staleness", "update_mode")  # fmt: skip
+    skip = {*batch, *(f.name for f in fields(RunConfig)), "slots", "reward_seconds", "reward_workers", "critic_learner",
+            "engine_url"}  # fmt: skip
     return {"objective": {k: v for k, v in every.items() if k not in skip}, "batch": {k: every[k] for k in batch}}
 
 

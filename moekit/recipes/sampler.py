@@ -12,22 +12,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.chat import load_tokenizer
+from ..errors import ConfigError
 from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..measure.files import append, write_atomic
 from ..measure.memory import held_bytes
+from ..measure.tokens import RowCounter
 from ..model.transformer import Part
 from ..rollout.embedded import EmbeddedEngine
-from ..rollout.engine import Sampling
+from ..rollout.engine import Engine, Sampling
 from ..rollout.rewards import summary
+from ..rollout.slots import Stats
 from ..workloads import RLConfig
 from . import rl, setup
 from .rl import Experience, Prompts
@@ -58,6 +61,22 @@ class Stopwatch:
         found = dict(zip((f"time/{name}_s" for name in names), world.max_list([self.seconds[n] for n in names])))
         self.seconds = {}
         return found
+
+
+class Hosted(Engine, Protocol):
+    """An `Engine` as a sampler keeps it; it may have a `model` here, and a `close()` for what it has started."""
+
+    shared: bool  # its parameters are the learner's own: nothing is transferred
+    stats: Stats  # since `metrics` was called
+
+    @property
+    def counter(self) -> RowCounter | None:
+        """Rows and positions of its passes; None where they cannot be seen."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What was done since the last call."""
+        ...
 
 
 class Sampler:
@@ -91,7 +110,7 @@ class Sampler:
                     self.config.eval_items,
                 )  # fmt: skip
             self.pool = rl.reward_pool(self.config)
-        self.engine = engine_of(learner, self.config)
+        self.engine: Hosted = engine_of(learner, self.config)
         self.transfer()
 
     def __enter__(self) -> Self:
@@ -99,6 +118,7 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self.pool.close()
+        getattr(self.engine, "close", lambda: None)()
 
     # ------------------------------------------------------------------ a step
     def rollout(self, chosen: np.ndarray, step: int) -> Experience:
@@ -136,7 +156,7 @@ class Sampler:
         self.transferred += self.world.wire.sent["gathered"] - before
         for part in self.world.gather({n: b.cpu() for n, b in self.learner.model.named_buffers()}):
             weights |= part
-        self.engine.update_weights(weights, self.learner.updates)
+        self.engine.update_weights(weights, self.learner.updates, self.config.update_mode)
 
     # ------------------------------------------------------------------ held-out prompts
     def due(self, step: int) -> bool:
@@ -155,7 +175,8 @@ class Sampler:
         exact = sum(p == 1.0 for p in points) / len(points)
         told = {"eval/score": sum(points) / len(points), "eval/exact": exact, "eval/items": float(len(points))}
         self.scores |= {"before": told} if not self.scores else {"after": told}
-        self.engine.counter.reset()  # held-out answers are no work of a step
+        if self.engine.counter is not None:
+            self.engine.counter.reset()  # held-out answers are no work of a step
         self.engine.metrics()
         return told
 
@@ -166,7 +187,8 @@ class Sampler:
         lengths = [float(len(a.ids)) for a in answers]
         versions = [int(a.version[-1]) for a in answers if a.ids]
         stats = self.engine.stats
-        own = 0 if self.engine.shared else held_bytes({"all": self.engine.model.parameters()})["all"]
+        model: Any = None if self.engine.shared else getattr(self.engine, "model", None)
+        own = 0 if model is None else held_bytes({"all": model.parameters()})["all"]
         held = self.world.sum_list([stats.cache_bytes, own, self.transferred])
         (prefill,) = self.world.max_list([stats.prefill_seconds])
         self.engine.metrics()
@@ -186,12 +208,13 @@ class Sampler:
         """Metrics and arrays of all passes that were no training: scores, prefill, decode. A collective."""
         metrics: dict[str, float] = {}
         arrays: dict[str, Tensor] = {}
-        counter = self.engine.counter.all_reduce(self.world.group, alone=self.world.size == 1)
-        for (component, name), m in counter.host().items():
-            metrics[f"rows/{component}_{name}"] = int(m.dispatched_LCE.sum())
-            metrics[f"positions/{component}_{name}"] = int(m.positions_C.sum())
-        arrays |= counter.arrays()
-        counter.reset()
+        if (counter := self.engine.counter) is not None:
+            counter.all_reduce(self.world.group, alone=self.world.size == 1)
+            for (component, name), m in counter.host().items():
+                metrics[f"rows/{component}_{name}"] = int(m.dispatched_LCE.sum())
+                metrics[f"positions/{component}_{name}"] = int(m.positions_C.sum())
+            arrays |= counter.arrays()
+            counter.reset()
         for layout in self.layouts:
             told, found = layout.collect()
             metrics, arrays = metrics | told, arrays | found
@@ -217,9 +240,15 @@ class Sampler:
             os.close(fd)
 
 
-def engine_of(learner: Learner, config: RLConfig) -> EmbeddedEngine:
-    """An engine in this process: on the learner's own parameters where they are all here and of the engine's dtype,
-    else with a copy, which waits for its first transfer."""
+def engine_of(learner: Learner, config: RLConfig) -> Hosted:
+    """The engine that the config names. One in this process stands on the learner's own parameters where they are all
+    here and of the engine's dtype, else it has a copy, which waits for its first transfer.
+
+    Raises:
+        ConfigError: an engine that this build does not have.
+    """
+    if config.engine != "embedded":
+        raise ConfigError(f"engine={config.engine!r} is not here; take engine='embedded'")
     own = config.dtype if config.rollout_dtype is None else config.rollout_dtype
     if own == config.dtype and learner.model.part == Part.whole(learner.model.config):
         return EmbeddedEngine.of(learner.model, lambda: learner.updates, slots=config.slots)

@@ -41,7 +41,8 @@ CRITIC = "critic"
 EXPORT = "export"
 # what may differ when a run is resumed: none of it changes a step that both would take
 FREE = ("steps", "out", "microbatch_rows", "microbatch_tokens", "save_every", "keep_checkpoints", "export", "overwrite",
-        "resume", "slots", "reward_seconds", "reward_workers", "eval_every", "eval_items", "cache")  # fmt: skip
+        "resume", "slots", "reward_seconds", "reward_workers", "eval_every", "eval_items", "cache", "engine_url",
+        "update_mode")  # fmt: skip
 LAYOUT = ("ep", "pp", "pipeline", "stages_per_rank", "zero", "reduce", "dispatch", "transport", "capacity",
           "on_overflow", "recompute")  # of `LearnerConfig`: the same  # fmt: skip
 _SCORED = "reference/*/*.json"  # what DPO leaves before its first step
