@@ -24,6 +24,8 @@ from .kv_cache import ordinary
 from .sampling import draw_key
 from .score import score
 from .slots import Group, Slots, Stats
+from .weight_plan import held
+from .weight_transfer import Chunk, Update, chunks
 
 RUNNING = ("recompute", "abort", "finish")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -84,10 +86,11 @@ class EmbeddedEngine:
         self._version: int | Callable[[], int] = version
         self._broken = "no weights were given to it yet; call update_weights"
         self._batch: Slots | None = None
+        self._update: Update | None = None
         self._lock, self._go, self._paused_by, self._sampler = threading.RLock(), threading.Event(), 0, 0
         self._go.set()
         if whole is not None:
-            self._load(whole.state_dict(), "atomic")
+            self.update_weights(whole, version)
 
     @classmethod
     def of(cls, model: Transformer, version: Callable[[], int], **how) -> EmbeddedEngine:
@@ -165,8 +168,7 @@ class EmbeddedEngine:
                 while batch.done:
                     group, sample, answer = batch.done.popleft()
                     yield Finished(group.index, sample, answer, ordinary(group.experts))
-                self._ready()
-                with self._lock, torch.inference_mode():
+                with self._step(), torch.inference_mode():
                     if batch.stale or batch.weights != self.version:
                         batch.renew(abort=self.when_running == "abort")
                     batch.step()
@@ -187,7 +189,7 @@ class EmbeddedEngine:
             raise ConfigError(f"score: {len(prompts)} prompts, answers to {len(answers)}, or a prompt of 0 tokens")
         self._ready()
         pairs = [(list(p), list(a)) for p, group in zip(prompts, answers) for a in group]
-        with self._lock:
+        with self._step():
             found, version = iter(score(self.model, pairs, sampling, self.counter, self.ahead)), self.version
         out = []
         for prompt, group in zip(prompts, answers):
@@ -202,9 +204,8 @@ class EmbeddedEngine:
     def update_weights(self, source: Mapping[str, Tensor] | Transformer, version: int, mode: str = "atomic") -> None:
         """Take new weights, cast to the engine's dtype; `source` has every parameter and buffer by the model's names.
 
-        "atomic" copies all of them before the first is switched (one more copy of the weights for that time): after a
-        failure the old version serves. "in_place" copies one after the other: after a failure the engine refuses to
-        generate until an update succeeds. An engine that shares the model `source` has nothing to do.
+        As `begin_update`, `write` and `finish_update`, with the thread that samples held meanwhile. Nothing is done
+        where `version` serves already, or for an engine that shares the model `source`.
 
         Raises:
             CapabilityError: an unknown mode; other weights for a shared model.
@@ -212,16 +213,82 @@ class EmbeddedEngine:
         """
         if self.shared and source is self.model:
             return
-        self.capabilities.need(updates=mode)
         values = source.state_dict() if isinstance(source, Transformer) else source
+        own = held(self.model)
+        if wrong := sorted(own.keys() ^ set(values)):
+            kind = "has no" if wrong[0] in own else "has an unknown"
+            raise ConfigError(
+                f"the update {kind} {wrong[0]} ({len(wrong)} names differ); send every parameter and buffer"
+            )
         with self._between_steps():
-            if self._batch is not None:
-                with torch.inference_mode():
-                    while self.when_running == "finish" and self._batch.n:
-                        self._batch.step(admit=False)
-                self._batch.stale = True
-            self._load(values, mode)
-            self._version = version
+            if not self.begin_update(version, mode):
+                return
+            try:
+                for name, (piece, flat) in own.items():
+                    found = values[name].detach()
+                    if (got := tuple(found.shape)) != piece.shape:
+                        raise ConfigError(f"the update's {name} has shape {got}, not {piece.shape}")
+                    mine = {name: (piece, found.reshape(-1)[piece.start : piece.stop])}
+                    for chunk in chunks(mine, dtype=flat.dtype):
+                        self.write(chunk)
+                self.finish_update()
+            except BaseException:
+                self.abort_update()
+                raise
+
+    def begin_update(self, version: int, mode: str = "atomic") -> bool:
+        """Open an update; False, and nothing is opened, where `version` serves already.
+
+        "atomic" takes chunks into a copy (one more copy of the weights until the end): the old version serves until
+        `finish_update`, and after any failure. "in_place" takes them into the weights (no more memory): from now on
+        the engine refuses to generate until an update is finished.
+
+        Raises:
+            CapabilityError: an unknown mode; a shared model, which needs no update.
+            EngineError: an update is open.
+        """
+        self.capabilities.need(updates=mode)
+        if self._update is not None:
+            raise EngineError(f"an update to version {self._update.version} is open; abort_update() ends it")
+        if version == self.version and not self._broken:
+            return False
+        with self._between_steps():
+            if mode == "in_place":
+                self._turn()
+                self._broken = "an update in place is under way or failed half-way; update the weights again"
+            self._update = Update(self.model, version, mode)
+        return True
+
+    def write(self, chunk: Chunk) -> None:
+        """Take a chunk of the open update, in the dtype of the engine's tensor. See `Update.write` for what is refused.
+
+        Raises EngineError: no update is open.
+        """
+        self._opened().write(chunk)
+
+    def finish_update(self, digests: Mapping[str, str] | None = None) -> None:
+        """Let the new weights serve, under their version; refused, and the update over, unless all of them are here.
+
+        Args:
+            digests: SHA-256 of tensors as the engine holds them, by name (`weight_transfer.digest`).
+
+        Raises:
+            TransferError: elements that did not come; a hash that differs.
+        """
+        try:
+            update = self._opened()
+            update.check(digests)
+            with self._between_steps():
+                if update.mode == "atomic":
+                    self._turn()
+                update.switch()
+                self._version, self._broken = update.version, ""
+        finally:
+            self._update = None
+
+    def abort_update(self) -> None:
+        """Drop the open update, if there is one; after one in place the engine still waits for weights."""
+        self._update = None
 
     def pause(self) -> None:
         """Sample nothing more until `resume`; returns when the step under way is over.
@@ -286,6 +353,16 @@ class EmbeddedEngine:
             self._go.wait()
 
     @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Hold the engine for a step, once nobody else does and its weights are whole."""
+        while True:
+            self._ready()
+            with self._lock:
+                if self._go.is_set() and not self._broken:  # nothing came between
+                    yield
+                    return
+
+    @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Hold the thread that samples, if there is one, between two steps."""
         free, self._paused_by = self._go.is_set(), threading.get_ident()
@@ -297,30 +374,18 @@ class EmbeddedEngine:
             if free:
                 self._go.set()
 
-    @torch.no_grad()
-    def _load(self, values: Mapping[str, Tensor], mode: str) -> None:
-        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        if wrong := sorted(own.keys() ^ set(values)):
-            kind = "has no" if wrong[0] in own else "has an unknown"
-            raise ConfigError(
-                f"the update {kind} {wrong[0]} ({len(wrong)} names differ); send every parameter and buffer"
-            )
+    def _opened(self) -> Update:
+        if self._update is None:
+            raise EngineError("no update is open; call begin_update first")
+        return self._update
 
-        def value(name: str) -> Tensor:
-            found, like = values[name].detach(), own[name]
-            if found.shape != like.shape:
-                raise ConfigError(f"the update's {name} has shape {tuple(found.shape)}, not {tuple(like.shape)}")
-            return found
-
-        if mode == "atomic":
-            staged = {n: value(n).to(like.device, like.dtype, copy=True) for n, like in own.items()}
-            for name, like in own.items():
-                like.data = staged[name]
-        else:
-            self._broken = "an update in place failed half-way; update the weights again"
-            for name, like in own.items():
-                like.copy_(value(name))
-        self._broken = ""
+    def _turn(self) -> None:
+        """Before the weights change: running answers finish, or what they read is read again."""
+        if self._batch is not None:
+            with torch.inference_mode():
+                while self.when_running == "finish" and self._batch.n:
+                    self._batch.step(admit=False)
+            self._batch.stale = True
 
 
 def _whole(model: Transformer) -> Transformer:

@@ -1,0 +1,163 @@
+"""Chunks between processes without shared memory of our own: by torch.distributed, or as files that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigError, StorageError, TransferError
+from .weight_transfer import Transport
+
+
+class PointToPoint(Transport):
+    """torch.distributed's send and receive, with one other rank of a group.
+
+    After a refused update the pair can be used again; a rank that died ends it.
+
+    Args:
+        peer: the other's rank in the group.
+        group: None = the world.
+        device: where chunks arrive: "cpu" for gloo, a CUDA device for NCCL.
+    """
+
+    def __init__(self, peer: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
+        self.peer, self.group, self.device = peer, group, torch.device(device)
+        self.room, self.over = torch.empty(0, dtype=torch.uint8, device=self.device), True
+
+    def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
+        self._say(json.dumps(head).encode())
+        if data is not None:
+            self._do(dist.send, data.to(self.device), group_dst=self.peer)
+
+    def _get(self) -> tuple[dict[str, Any], Tensor | None]:
+        self.over = False
+        head = json.loads(self._hear())
+        self.over = "bytes" not in head
+        if self.over:
+            return head, None
+        if head["bytes"] > len(self.room):
+            self.room = torch.empty(head["bytes"], dtype=torch.uint8, device=self.device)
+        self._do(dist.recv, self.room[: head["bytes"]], group_src=self.peer)
+        return head, self.room[: head["bytes"]]
+
+    def _settle(self, problem: str) -> None:
+        head: dict[str, Any] = {}
+        with suppress(TransferError) if problem else nullcontext():
+            while problem and not self.over:  # what is under way is taken, so that the next update begins at its head
+                head, _ = self._get()
+            if "failed" not in head:
+                self._say(problem.encode())
+
+    def _settled(self) -> str:
+        return self._hear().decode()
+
+    def _say(self, data: bytes) -> None:
+        self._do(dist.send, torch.tensor([len(data)], device=self.device), group_dst=self.peer)
+        if data:
+            self._do(dist.send, torch.tensor(list(data), dtype=torch.uint8, device=self.device), group_dst=self.peer)
+
+    def _hear(self) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._do(dist.recv, size, group_src=self.peer)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        if len(data):
+            self._do(dist.recv, data, group_src=self.peer)
+        return data.cpu().numpy().tobytes()
+
+    def _do(self, call: Any, *args: Any, **where: int) -> None:
+        try:
+            call(*args, group=self.group, **where)
+        except RuntimeError as problem:
+            raise TransferError(f"rank {self.peer} of the transfer cannot be reached: {problem}") from None
+
+
+class FileDrop(Transport):
+    """Files in one folder, for an engine that shares a (memory) file system and nothing else.
+
+    A chunk is a file: 8 bytes with the length of a JSON head, the head, raw numbers. It appears under its name when it
+    is whole, and goes when it was read. Nothing tells the sender that the last chunk was read.
+
+    Args:
+        root: the folder of all updates.
+        update: a name of this update that was not used before.
+        ahead: chunks that may lie there unread; None = all of them.
+        timeout: seconds without a new file, or without one being read, after which the other side is taken for dead.
+    """
+
+    def __init__(self, root: str | Path, update: str, *, ahead: int | None = None, timeout: float = 60.0):
+        if not update or Path(update).name != update or update.startswith("."):
+            raise ConfigError(f"update={update!r} must be a plain name, the folder of one update under {root}")
+        self.folder, self.ahead, self.timeout, self.count = Path(root) / update, ahead, timeout, 0
+        self.room = torch.empty(0, dtype=torch.uint8)
+
+    def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
+        if self.ahead is not None and self.count >= self.ahead:
+            self._wait(lambda: not self._file(self.count - self.ahead).exists(), "read")
+        text, new = json.dumps(head).encode(), self.folder / "new"
+        text += b" " * (-(8 + len(text)) % 64)  # numbers begin where any dtype may
+        parts = [len(text).to_bytes(8, "little") + text] + ([] if data is None else [data.cpu().numpy()])
+        try:
+            self.folder.mkdir(parents=True, exist_ok=self.count > 0)
+            with open(new, "wb", buffering=0) as f:
+                for part in map(memoryview, parts):
+                    while part:
+                        part = part[f.write(part) :]
+            new.rename(self._file(self.count))
+        except FileExistsError:
+            raise ConfigError(f"{self.folder} is there already; give every update a name of its own") from None
+        except OSError as problem:
+            need = f"{sum(map(len, parts)):,} more bytes ({problem.strerror})"
+            how = "make it larger, or let fewer chunks wait (ahead=)"
+            raise StorageError(f"{self.folder} did not take {need}; {how}") from None
+        self.count += 1
+
+    def _get(self) -> tuple[dict[str, Any], Tensor | None]:
+        file, failed = self._file(self.count), self.folder / "failed"
+        self._wait(lambda: file.exists() or failed.exists(), "written")
+        if failed.exists():
+            return {"failed": failed.read_text()}, None
+        with open(file, "rb", buffering=0) as f:
+            size = os.fstat(f.fileno()).st_size
+            if size > len(self.room):
+                self.room = torch.empty(size, dtype=torch.uint8)
+            raw = self.room[: f.readinto(self.room.numpy())]
+        file.unlink()
+        self.count += 1
+        begin = 8 + int.from_bytes(raw[:8].numpy().tobytes(), "little")
+        try:
+            head = json.loads(raw[8:begin].numpy().tobytes())
+        except ValueError:
+            raise TransferError(f"{file} is cut or damaged: it has no whole head") from None
+        return head, raw[begin:] if "bytes" in head else None
+
+    def _settle(self, problem: str) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _fail(self, problem: str) -> None:
+        for file in self.folder.glob("*") if self.count else ():  # there may be no room otherwise
+            file.unlink(missing_ok=True)
+        if self.count:
+            (self.folder / "failed").write_text(problem)
+
+    def _file(self, n: int) -> Path:
+        return self.folder / f"{n:06d}"
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        end, pause = time.monotonic() + self.timeout, 1e-4
+        while not done():
+            if time.monotonic() > end:
+                raise TransferError(
+                    f"nothing was {what} in {self.folder} for {self.timeout:g} s; is the other side up?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
