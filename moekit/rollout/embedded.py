@@ -87,10 +87,11 @@ class EmbeddedEngine:
         self._broken = "no weights were given to it yet; call update_weights"
         self._batch: Slots | None = None
         self._update: Update | None = None
+        self._spare: dict[str, Tensor] = {}  # memory of the version before, on a CPU: warm for the next one
         self._lock, self._go, self._paused_by, self._sampler = threading.RLock(), threading.Event(), 0, 0
         self._go.set()
         if whole is not None:
-            self.update_weights(whole, version)
+            self.update_weights(whole, version, "in_place")
 
     @classmethod
     def of(cls, model: Transformer, version: Callable[[], int], **how) -> EmbeddedEngine:
@@ -239,9 +240,9 @@ class EmbeddedEngine:
     def begin_update(self, version: int, mode: str = "atomic") -> bool:
         """Open an update; False, and nothing is opened, where `version` serves already.
 
-        "atomic" takes chunks into a copy (one more copy of the weights until the end): the old version serves until
-        `finish_update`, and after any failure. "in_place" takes them into the weights (no more memory): from now on
-        the engine refuses to generate until an update is finished.
+        "atomic" takes chunks into a copy (one more copy of the weights, kept for the next update on a CPU): the old
+        version serves until `finish_update`, and after any failure. "in_place" takes them into the weights (no more
+        memory): from now on the engine refuses to generate until an update is finished.
 
         Raises:
             CapabilityError: an unknown mode; a shared model, which needs no update.
@@ -256,7 +257,8 @@ class EmbeddedEngine:
             if mode == "in_place":
                 self._turn()
                 self._broken = "an update in place is under way or failed half-way; update the weights again"
-            self._update = Update(self.model, version, mode)
+                self._spare = {}
+            self._update = Update(self.model, version, mode, self._spare)
         return True
 
     def write(self, chunk: Chunk) -> None:
@@ -282,7 +284,8 @@ class EmbeddedEngine:
                 if update.mode == "atomic":
                     self._turn()
                 update.switch()
-                self._version, self._broken = update.version, ""
+                warm = update.mode == "atomic" and not self._broken and self.model.device.type == "cpu"
+                self._version, self._broken, self._spare = update.version, "", update.into if warm else {}
         finally:
             self._update = None
 

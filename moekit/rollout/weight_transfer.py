@@ -122,12 +122,16 @@ class Update:
     Args:
         model: whole, or the part of one that serves here.
         mode: "atomic" writes a copy, which `switch` makes the weights; "in_place" writes the weights.
+        spare: memory for the copy, of an update before; absent = new, whose first use is several times slower.
     """
 
-    def __init__(self, model: Transformer, version: int, mode: str = "atomic"):
+    def __init__(
+        self, model: Transformer, version: int, mode: str = "atomic", spare: dict[str, Tensor] | None = None
+    ):  # fmt: skip
         self.model, self.version, self.mode = model, version, mode
         self.own = held(model)
-        self.into = {n: torch.empty_like(t) if mode == "atomic" else t for n, (_, t) in self.own.items()}
+        new = {n: t if mode == "in_place" else torch.empty_like(t) for n, (_, t) in self.own.items() if not spare}
+        self.into = spare or new
         self.runs: dict[str, list[tuple[int, int]]] = {n: [] for n in self.own}  # written, sorted, apart
 
     @torch.no_grad()
@@ -176,10 +180,10 @@ class Update:
             raise TransferError(f"not what was sent, by its SHA-256: {_few(wrong)}; send all again")
 
     def switch(self) -> None:
-        """Make the new weights the model's."""
+        """Make the new weights the model's; the copy is then of the old ones."""
         if self.mode == "atomic":
             for name, t in (*self.model.named_parameters(), *self.model.named_buffers()):
-                t.data = self.into[name].view(t.shape)
+                t.data, self.into[name] = self.into[name].view(t.shape), self.own[name][1]
 
 
 def _few(names: list[str]) -> str:
