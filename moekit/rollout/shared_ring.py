@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import socket
+import struct
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..errors import ConfigError, StorageError, TransferError
 from .weight_transfer import CHUNK, Transport
 
 FOLDER = Path("/dev/shm")
+SHAPE = struct.Struct("<QQ")  # how a ring is announced: bytes, slots
 FREE, TAKEN, REFUSED = b"+", b".", b"!"  # what the receiver says: a slot is free, all was taken, or a reason follows
 
 
@@ -58,7 +60,7 @@ class SharedRing(Transport):
                 path.unlink()
                 os.posix_fallocate(fd, 0, size)
                 memory = _map(fd, size)
-                socket.send_fds(line, [json.dumps([size, slots]).encode()], [fd])
+                socket.send_fds(line, [SHAPE.pack(size, slots)], [fd])
             finally:
                 os.close(fd)
         except OSError as problem:
@@ -73,10 +75,10 @@ class SharedRing(Transport):
         """The ring that the other end of the line makes."""
         line.settimeout(timeout)
         try:
-            text, fds, *_ = socket.recv_fds(line, 64, 1)
-            size, slots = json.loads(text)
+            data, fds, *_ = socket.recv_fds(line, SHAPE.size, 1)  # and no byte more: chunks may follow at once
+            size, slots = SHAPE.unpack(data)
             memory = _map(fds[0], size)
-        except (OSError, ValueError, IndexError) as problem:
+        except (OSError, struct.error, IndexError) as problem:
             raise TransferError(f"the other side made no ring ({problem}); see its error") from None
         os.close(fds[0])
         return cls(line, memory, slots, timeout)
