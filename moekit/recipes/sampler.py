@@ -30,7 +30,7 @@ from ..model.transformer import Part
 from ..rollout.embedded import EmbeddedEngine
 from ..rollout.engine import Engine, Sampling
 from ..rollout.rewards import summary
-from ..rollout.slots import Stats
+from ..rollout.stats import Stats
 from ..workloads import RLConfig
 from . import rl, setup
 from .rl import Experience, Prompts

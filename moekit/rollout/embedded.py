@@ -1,8 +1,9 @@
 """The rollout engine that runs everywhere: the learner's own model code, in this process, on any device.
 
 It serves a whole model: a copy of its own, in a dtype of its own, or the learner's parameters themselves
-(`EmbeddedEngine.of`), which then need no transfer. No token is sampled from keys of other weights: when the version
-changes under running answers, what was read is read again, or they end, or they were finished first.
+(`EmbeddedEngine.of`), which then need no transfer. Or several processes serve together, each with a slice of the
+experts and its own requests (`moekit.recipes.serve`). No token is sampled from keys of other weights: when the
+version changes under running answers, what was read is read again, or they end, or they were finished first.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..errors import ConfigError, EngineError
 from ..measure.tokens import RowCounter
+from ..model.moe import Dispatcher
 from ..model.transformer import Part, Transformer
 from .engine import Answer, Capabilities, Rollout, Sampling, Told
 from .kv_cache import ordinary
-from .sampling import draw_key
+from .passes import Gather, Passes
 from .score import score
-from .slots import Group, Slots, Stats
+from .slots import Slots, requests
+from .stats import Stats
 from .weight_plan import held
 from .weight_transfer import Chunk, Update, chunks
 
@@ -55,9 +58,13 @@ class EmbeddedEngine:
         running: what happens to running answers when the weights change: "recompute" (what they hold is read again
             with the new weights, and they go on), "abort", or "finish" (with the old weights, before the change).
         device: of the engine's copy; None = the model's.
+        crossover: rows per expert under which metrics call a pass small; 16 = the lowest tile in `kernels/tuning.py`,
+            the least rows that a matrix instruction takes.
+        part, dispatcher, gather: the experts held here; what brings rows to those of other ranks; integers of all ranks
+            that share them. `generate`, `stream` (read to its end) and `score` are then calls of all ranks together.
 
     Raises:
-        ConfigError: part of a model, a model with a value head, an unknown dtype or mode.
+        ConfigError: part of a model, a value head, an unknown dtype or mode, a `part` of the layers, or one alone.
 
     >>> from moekit.model.presets import preset
     >>> engine = EmbeddedEngine(Transformer(preset("tiny")))
@@ -68,6 +75,8 @@ class EmbeddedEngine:
     def __init__(
         self, model: Transformer | ModelConfig, *, dtype: str | None = None, version: int = 0, slots: int = 64,
         ahead: int = 4096, running: str = "recompute", device: torch.device | str | None = None,
+        crossover: float = 16, part: Part | None = None, dispatcher: Dispatcher | None = None,
+        gather: Gather | None = None,
     ):  # fmt: skip
         config = model if isinstance(model, ModelConfig) else model.config
         if config.value_head:
@@ -76,13 +85,18 @@ class EmbeddedEngine:
             raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
         if running not in RUNNING or slots < 1 or ahead < 1:
             raise ConfigError(f"running={running!r} is not one of {RUNNING}, or slots={slots}, ahead={ahead} below 1")
+        part = part or Part.whole(config)
+        if part.stages != ((0, config.layers),) or None in (dispatcher, gather) and part != Part.whole(config):
+            raise ConfigError(f"an engine of {part} needs all layers, dispatcher and gather; see moekit.recipes.serve")
         whole = None if isinstance(model, ModelConfig) else _whole(model)
         kind = DTYPES[dtype] if dtype else torch.float32 if whole is None else whole.head_weight.dtype
-        self.model = Transformer(config, dtype=kind, device=device or (whole.device if whole else None), seed=None)
+        place = device or (whole.device if whole else None)
+        self.model = Transformer(config, dtype=kind, device=place, seed=None, part=part)
+        for block in self.model.blocks.values() if dispatcher else ():
+            if block.routes:
+                block.moe.dispatcher = dispatcher
         self.slots, self.ahead, self.when_running, self.shared = slots, ahead, running, False
-        self.counter, self.stats = RowCounter.of(config, "engine"), Stats()
-        for name in ("prefill", "decode", "score"):  # on a rank without prompts too: all ranks sum the same passes
-            self.counter.pass_name = name
+        self.passes = Passes(self.model, gather, lambda: self.version, crossover)
         self._version: int | Callable[[], int] = version
         self._broken = "no weights were given to it yet; call update_weights"
         self._batch: Slots | None = None
@@ -102,7 +116,8 @@ class EmbeddedEngine:
                 f"{kind} cannot be shared with an engine in {how['dtype']}; make EmbeddedEngine(model, ...)"
             )
         engine = cls(model.config, **how, device="meta")
-        engine.model, engine.shared, engine._version, engine._broken = model, True, version, ""
+        engine.model = engine.passes.model = model
+        engine.shared, engine._version, engine._broken = True, version, ""
         engine.capabilities.need(running=engine.when_running)
         return engine
 
@@ -114,6 +129,16 @@ class EmbeddedEngine:
         updates, running = ((), RUNNING[:2]) if self.shared else (("atomic", "in_place"), RUNNING)
         routes = bool(self.model.config.moe_layers)
         return Capabilities("embedded", True, routes, True, True, True, True, updates, running)
+
+    @property
+    def counter(self) -> RowCounter:
+        """Positions and rows, by pass; `Sampler.passes` sums them over ranks."""
+        return self.passes.counter
+
+    @property
+    def stats(self) -> Stats:
+        """Since `metrics` was last called."""
+        return self.passes.stats
 
     @property
     def version(self) -> int:
@@ -154,27 +179,27 @@ class EmbeddedEngine:
         limits: Sequence[int] | None = None,
     ) -> Iterator[Finished]:  # fmt: skip
         """Answers as they are finished, for arguments as of `generate`. Between two of them weights may be updated."""
-        groups = self._groups(prompts, sampling, prompt_ids, limits)
         if self._batch is not None:
             raise EngineError("the engine is generating already; finish that stream, or close it, first")
-        if not groups:
-            return
-        self._ready()
-        self._sampler, slots = threading.get_ident(), min(self.slots, len(groups) * sampling.n)
-        run = (self.ahead, self.counter, self.stats, lambda: self.version)
-        with torch.inference_mode():  # what the slots keep lives in there; what they hand out are ordinary tensors
-            self._batch = batch = Slots(self.model, sampling, groups, slots, *run)
-        try:
-            while batch.n or batch.waiting or batch.done:
-                while batch.done:
-                    group, sample, answer = batch.done.popleft()
-                    yield Finished(group.index, sample, answer, ordinary(group.experts))
-                with self._step(), torch.inference_mode():
-                    if batch.stale or batch.weights != self.version:
-                        batch.renew(abort=self.when_running == "abort")
-                    batch.step()
-        finally:
-            self._batch = None
+        with self.passes.call():
+            groups = requests(self.model.config, prompts, sampling, prompt_ids, limits)
+            if not groups:
+                return
+            self._ready()
+            self._sampler, slots = threading.get_ident(), min(self.slots, len(groups) * sampling.n)
+            with torch.inference_mode():  # what the slots keep lives in there; what they hand out are ordinary tensors
+                self._batch = batch = Slots(self.passes, sampling, groups, slots, self.ahead)
+            try:
+                while batch.n or batch.waiting or batch.done:
+                    while batch.done:
+                        group, sample, answer = batch.done.popleft()
+                        yield Finished(group.index, sample, answer, ordinary(group.experts))
+                    with self._step(), torch.inference_mode():
+                        if batch.stale or batch.weights != self.version:
+                            batch.renew(abort=self.when_running == "abort")
+                        batch.step()
+            finally:
+                self._batch = None
 
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]], sampling: Sampling
@@ -186,12 +211,11 @@ class EmbeddedEngine:
             DataError: a token outside the vocabulary, or a sequence past the model's positions.
             EngineError: as `generate`; a score needs no slot and may run beside a stream.
         """
-        if len(prompts) != len(answers) or not all(map(len, prompts)):
-            raise ConfigError(f"score: {len(prompts)} prompts, answers to {len(answers)}, or a prompt of 0 tokens")
-        self._ready()
-        pairs = [(list(p), list(a)) for p, group in zip(prompts, answers) for a in group]
-        with self._step():
-            found, version = iter(score(self.model, pairs, sampling, self.counter, self.ahead)), self.version
+        with self.passes.call(), self._step():
+            if len(prompts) != len(answers) or not all(map(len, prompts)):
+                raise ConfigError(f"score: {len(prompts)} prompts, answers to {len(answers)}, or a prompt of 0 tokens")
+            pairs = [(list(p), list(a)) for p, group in zip(prompts, answers) for a in group]
+            found, version = iter(score(self.passes, pairs, sampling, self.ahead)), self.version
         out = []
         for prompt, group in zip(prompts, answers):
             rollout, P = Rollout(list(prompt), None, []), len(prompt)
@@ -317,34 +341,10 @@ class EmbeddedEngine:
 
     def metrics(self) -> dict[str, float]:
         """What was done since the last call: tokens/s, seconds, occupancy and counts (`Stats.metrics`)."""
-        found, self.stats = self.stats.metrics(), Stats()
-        if self._batch is not None:
-            self._batch.stats = self.stats
-        return found
+        before, self.passes.stats = self.passes.stats, Stats()
+        return before.metrics()
 
     # ---- inside ----
-
-    def _groups(self, prompts, sampling: Sampling, prompt_ids, limits) -> list[Group]:
-        """Checked requests."""
-        config, groups = self.model.config, []
-        for name, given in (("prompt_ids", prompt_ids), ("limits", limits)):
-            if given is not None and len(given) != len(prompts):
-                raise ConfigError(f"{len(prompts)} prompts, but {len(given)} {name}; give one for each")
-        for i, prompt in enumerate(prompts):
-            limit = sampling.max_new_tokens if limits is None else min(limits[i], sampling.max_new_tokens)
-            if limit < 1 or not 0 < len(prompt) <= config.max_positions - limit:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={limit} (at least 1) and the model's "
-                    f"{config.max_positions} positions it needs 1 to {config.max_positions - max(limit, 1)}"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < config.vocab:
-                raise ConfigError(
-                    f"prompt {i} holds a token outside 0..{config.vocab - 1}: {min(prompt)} or {max(prompt)}"
-                )
-            name = i if prompt_ids is None else int(prompt_ids[i])
-            keys = [draw_key(sampling.seed, name, sample) for sample in range(sampling.n)]
-            groups.append(Group(i, list(prompt), keys, limit))
-        return groups
 
     def _ready(self) -> None:
         """Between two steps: wait while another thread holds the engine."""
@@ -384,6 +384,8 @@ class EmbeddedEngine:
 
     def _turn(self) -> None:
         """Before the weights change: running answers finish, or what they read is read again."""
+        if self.passes.inside:
+            raise EngineError("the weights of an engine of several ranks change between calls; finish the stream first")
         if self._batch is not None:
             with torch.inference_mode():
                 while self.when_running == "finish" and self._batch.n:

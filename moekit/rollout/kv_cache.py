@@ -25,6 +25,8 @@ from ..measure.tokens import RowCounter
 from ..model.attention import document_attention, rope_angles
 from ..model.transformer import Transformer
 
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]  # rows of every rank in all layers, and in the last; () = one process
+ALONE: Sizes = (), ()
 WORTH = 256  # wasted (slot, position) reads that cost about as much as another call
 
 
@@ -130,10 +132,15 @@ def _experts(routes: list) -> Tensor | None:
     return torch.stack(found, 1).to(torch.int16) if found else None
 
 
-def prefill(model: Transformer, prompts: Sequence[Sequence[int]], counter: RowCounter | None = None) -> list[Prefix]:
-    """Read prompts, together and without padding; the last layer runs experts at their last positions only."""
-    sizes = torch.tensor([len(p) for p in prompts])
-    ids_1N = torch.tensor([[i for p in prompts for i in p]])
+def prefill(
+    model: Transformer, prompts: Sequence[Sequence[int]], counter: RowCounter | None = None, peers: Sizes = ALONE
+) -> list[Prefix]:
+    """Read prompts, together and without padding; the last layer runs experts at their last positions only.
+
+    Without prompts a pass of no rows, which other ranks' rows need where experts are spread (`peers`).
+    """
+    sizes = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
+    ids_1N = torch.tensor([[i for p in prompts for i in p]], dtype=torch.int64)
     segment = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[None]
     host = Batch.make(ids_1N, labels=torch.full_like(ids_1N, -100), segment=segment).flat
     start_S = host.order_N.argsort()[sizes.cumsum(0) - sizes]
@@ -148,8 +155,9 @@ def prefill(model: Transformer, prompts: Sequence[Sequence[int]], counter: RowCo
         return document_attention(q_NHd, k_NGd, v_NGd, flat)
 
     for i, block in model.blocks.items():
-        needed = last_S if i == model.config.layers - 1 else None
-        x_ND, route = block(x_ND, flat, angles, attend=attend, needed_M=needed, real=flat.real, observer=counter)
+        last = i == model.config.layers - 1
+        how = {"needed_M": last_S if last else None, "sizes": peers[last], "real": flat.real, "observer": counter}
+        x_ND, route = block(x_ND, flat, angles, attend=attend, **how)
         routes.append(route)
     if counter is not None:
         counter.positions(flat)
@@ -169,7 +177,12 @@ def _ones(slots: int, device: torch.device) -> Flat:
 
 
 def decode(
-    model: Transformer, cache: KVCache, token_S: Tensor, length_S: np.ndarray, counter: RowCounter | None = None
+    model: Transformer,
+    cache: KVCache,
+    token_S: Tensor,
+    length_S: np.ndarray,
+    counter: RowCounter | None = None,
+    sizes: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Append a token to slots 0..n-1, which hold `length_S` tokens each. Logits [S, V] of the next one, and the experts
     chosen at this one [S, L, K] int16."""
@@ -177,7 +190,7 @@ def decode(
     x_SD, routes = F.embedding(token_S, model.embed.weight), []
     for i, block in model.blocks.items():
         attend = partial(cache.attend, i, step)
-        x_SD, route = block(x_SD, flat, step.angles, attend=attend, real=len(length_S), observer=counter)
+        x_SD, route = block(x_SD, flat, step.angles, attend=attend, real=len(length_S), sizes=sizes, observer=counter)
         routes.append(route)
     if counter is not None:
         counter.positions(flat)

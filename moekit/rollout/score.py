@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..measure.tokens import RowCounter
-from ..model.transformer import Transformer
 from .engine import Sampling
 from .kv_cache import ordinary
+from .passes import Passes
 from .sampling import logprob_of
 
 ROWS = 2048  # logits at once
@@ -24,13 +23,12 @@ Scored = tuple[Tensor, Tensor | None]  # log-probs [answer] float32; experts [pr
 
 
 def score(
-    model: Transformer, pairs: Sequence[Pair], sampling: Sampling, counter: RowCounter, budget: int = 4096
+    passes: Passes, pairs: Sequence[Pair], sampling: Sampling, budget: int = 4096
 ) -> list[Scored]:  # fmt: skip
     """Score answers to prompts under the distribution that `sampling` draws from.
 
     Args:
         pairs: (prompt, answer) token ids, a prompt of one token at least.
-        counter: told of the rows, under the pass "score".
         budget: tokens in one forward pass, or one sequence.
 
     Returns:
@@ -42,7 +40,7 @@ def score(
         stop, tokens = at, 0
         while stop < len(pairs) and (stop == at or tokens + sum(map(len, pairs[stop])) <= budget):
             stop, tokens = stop + 1, tokens + sum(map(len, pairs[stop]))
-        sizes, found = [len(p) + len(a) for p, a in pairs[at:stop]], _score(model, pairs[at:stop], sampling, counter)
+        sizes, found = [len(p) + len(a) for p, a in pairs[at:stop]], _score(passes, pairs[at:stop], sampling)
         logprobs, experts = ([None] * len(sizes) if x is None else ordinary(x).split(sizes) for x in found)
         out += [(lp[len(p) :].clone(), e) for (p, _), lp, e in zip(pairs[at:stop], logprobs, experts)]
         at = stop
@@ -50,9 +48,7 @@ def score(
 
 
 @torch.inference_mode()
-def _score(
-    model: Transformer, chunk: Sequence[Pair], sampling: Sampling, counter: RowCounter
-) -> tuple[Tensor, Tensor | None]:
+def _score(passes: Passes, chunk: Sequence[Pair], sampling: Sampling) -> tuple[Tensor, Tensor | None]:
     """[N] log-prob of each token, and [N, L, K] experts, all pairs one after the other."""
     sizes = torch.tensor([len(p) + len(a) for p, a in chunk])
     ids_N = torch.tensor([i for p, a in chunk for i in (*p, *a)])
@@ -60,12 +56,9 @@ def _score(
     answer_N = torch.cat([(torch.arange(len(p) + len(a)) >= len(p)) for p, a in chunk])
     predicts_N = torch.cat((answer_N[1:], answer_N.new_zeros(1)))  # the next token belongs to an answer
     label_N = torch.where(predicts_N, ids_N.roll(-1), -100)
-    batch = Batch.make(ids_N[None], labels=label_N[None], segment=segment_N[None])
-    with counter.during("score"):
-        out = model(batch, elide="padding+last_layer", record=True, observer=counter)
-        counter.positions(out.flat)
+    out = passes.score(Batch.make(ids_N[None], labels=label_N[None], segment=segment_N[None]).flat)
     parts = zip(out.hidden_MD.split(ROWS), out.flat.label_M.split(ROWS))
-    scores = [logprob_of(F.linear(h, model.head_weight), t, sampling).float() for h, t in parts]
+    scores = [logprob_of(F.linear(h, passes.model.head_weight), t, sampling).float() for h, t in parts]
     order_N = out.flat.order_N
     logprob_N = torch.zeros(len(ids_N), device=order_N.device)
     logprob_N[order_N[out.flat.label_index_M] + 1] = torch.cat(scores)  # stands at the token now

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..measure.tokens import RowCounter
-from ..model.transformer import Transformer
+from ..config import ModelConfig
+from ..errors import ConfigError
 from .engine import Answer, Finish, Sampling
-from .kv_cache import KVCache, Prefix, decode, ordinary, prefill
-from .sampling import choose, uniform
+from .kv_cache import KVCache, Prefix, ordinary
+from .passes import Passes
+from .sampling import choose, draw_key, uniform
+from .stats import Stats
 
 SORT = 3  # slots are sorted by length when this many times what they hold was read in vain
 
@@ -41,47 +43,44 @@ class Group:
     experts: Tensor | None = None  # [P, L, K] int16, of the first reading
 
 
-@dataclass
-class Stats:
-    """What the engine did since it was last asked; `metrics` in words."""
-
-    prompts_read: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    recomputed_tokens: int = 0  # read again because the weights changed under a running answer
-    steps: int = 0
-    slot_steps: int = 0
-    slots: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    cache_bytes: int = 0  # of keys and values, the most at one time
-
-    def metrics(self) -> dict[str, float]:
-        """By moekit's names. Occupancy is the mean share of slots that a decoding step filled."""
-        seconds = self.prefill_seconds + self.decode_seconds
-        return {
-            "engine/tokens_per_s": self.answer_tokens / seconds if seconds else 0.0,
-            "engine/occupancy": self.slot_steps / (self.steps * self.slots) if self.steps else 0.0,
-            **{f"engine/{n}": float(v) for n, v in vars(self).items() if n not in ("slots", "slot_steps")},
-        }
+def requests(
+    config: ModelConfig, prompts: Sequence[Sequence[int]], sampling: Sampling, prompt_ids: Sequence[int] | None,
+    limits: Sequence[int] | None,
+) -> list[Group]:  # fmt: skip
+    """Checked requests. Raises ConfigError: as `EmbeddedEngine.generate`."""
+    groups = []
+    for name, given in (("prompt_ids", prompt_ids), ("limits", limits)):
+        if given is not None and len(given) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts, but {len(given)} {name}; give one for each")
+    for i, prompt in enumerate(prompts):
+        limit = sampling.max_new_tokens if limits is None else min(limits[i], sampling.max_new_tokens)
+        if limit < 1 or not 0 < len(prompt) <= config.max_positions - limit:
+            raise ConfigError(
+                f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={limit} (at least 1) and the model's "
+                f"{config.max_positions} positions it needs 1 to {config.max_positions - max(limit, 1)}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab:
+            raise ConfigError(f"prompt {i} holds a token outside 0..{config.vocab - 1}: {min(prompt)} or {max(prompt)}")
+        name = i if prompt_ids is None else int(prompt_ids[i])
+        keys = [draw_key(sampling.seed, name, sample) for sample in range(sampling.n)]
+        groups.append(Group(i, list(prompt), keys, limit))
+    return groups
 
 
 @dataclass
 class Slots:
     """Answers in the making. Slots 0..n-1 are taken; `step` moves each of them by one token."""
 
-    model: Transformer
+    passes: Passes
     sampling: Sampling
     groups: list[Group]
     slots: int
     ahead: int
-    counter: RowCounter
-    stats: Stats
-    version: Callable[[], int]
     n: int = 0
     done: deque[tuple[Group, int, Answer]] = field(default_factory=deque)  # finished, not yet handed out
 
     def __post_init__(self) -> None:
+        self.model, self.version = self.passes.model, self.passes.version
         config, device = self.model.config, self.model.device
         most = max(g.limit for g in self.groups)
         room = max(len(g.prompt) + g.limit for g in self.groups)
@@ -115,8 +114,7 @@ class Slots:
             self.cache.wasted = 0
         rows, last = np.arange(n), self.count[:n] - 1
         token_S = torch.from_numpy(self.ids[rows, last]).to(self.model.device)
-        with self.counter.during("decode"):
-            logits_SV, experts_SLK = decode(self.model, self.cache, token_S, self.length[:n], self.counter)
+        logits_SV, experts_SLK = self.passes.decode(self.cache, token_S, self.length[:n])
         if experts_SLK is not None:
             self.experts[torch.from_numpy(rows), torch.from_numpy(last)] = experts_SLK
         self.length[:n] += 1
@@ -150,16 +148,17 @@ class Slots:
                 break
             tokens += len(group.prompt)
             chosen.append(group)
-        for group, prefix in zip(chosen, self._prefill([g.prompt for g in chosen])):
+        for group, prefix in zip(chosen, self.passes.prefill([g.prompt for g in chosen])):
             group.prefix = prefix
             if group.experts is None and prefix.experts_PLK is not None:
                 group.experts = prefix.experts_PLK
         self.stats.prompts_read += len(chosen)
         self.stats.prompt_tokens += tokens
 
-    def _prefill(self, prompts: list[list[int]]) -> list[Prefix]:
-        with self.counter.during("prefill"):
-            return prefill(self.model, prompts, self.counter)
+    @property
+    def stats(self) -> Stats:
+        """Since the engine was last asked."""
+        return self.passes.stats
 
     def _start(self, group: Group, prefix: Prefix) -> None:
         """Give the next slot to the next sample of a group."""
@@ -227,7 +226,7 @@ class Slots:
             stop = at + 1
             while stop < self.n and sum(map(len, held[at : stop + 1])) <= self.ahead:
                 stop += 1
-            for s, prefix in enumerate(self._prefill(held[at:stop]), at):
+            for s, prefix in enumerate(self.passes.prefill(held[at:stop]), at):
                 self.cache.fill(s, prefix)
             self.stats.recomputed_tokens += sum(map(len, held[at:stop]))
             at = stop

@@ -9,9 +9,10 @@ import torch
 
 from moekit.data.batch import Batch
 from moekit.errors import ConfigError, EngineError
-from moekit.rollout import kv_cache, slots
+from moekit.rollout import embedded, kv_cache, slots
 from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine import Sampling
+from moekit.rollout.slots import requests
 
 
 def answers(rollouts) -> list[list[int]]:
@@ -116,7 +117,7 @@ def test_answers_do_not_depend_on_slots_neighbours_or_order(small, slots):
     assert len({tuple(a) for a in answers(want)}) == 15
 
 
-def test_forked_samples_are_those_of_separate_prompts(small):
+def test_forked_samples_are_those_of_separate_prompts(small, monkeypatch):
     """n = 4 of a prompt against four prompts of one sample, keyed by hand: ids equal, and the first token's log-prob
     bitwise where the prompt is read alone both times; the forked prompt is read once."""
     made, prompt = small.model(), [9, 8, 7, 6]
@@ -126,11 +127,10 @@ def test_forked_samples_are_those_of_separate_prompts(small):
     assert engine.counter.measures["engine", "prefill"].positions_C.tolist() == [0, 4, 0, 0]
     assert engine.metrics()["engine/prompts_read"] == 1
     for sample, answer in enumerate(forked.answers):
-        groups = engine._groups([prompt], replace(how, n=sample + 1), None, None)
+        groups = requests(made.config, [prompt], replace(how, n=sample + 1), None, None)
         groups[0].key = groups[0].key[-1:]
-        engine._groups = lambda *_, groups=groups: groups
+        monkeypatch.setattr(embedded, "requests", lambda *_, groups=groups: groups)
         ((one,),) = [r.answers[-1:] for r in engine.generate([prompt], replace(how, n=1))]
-        del engine._groups
         assert one.ids == answer.ids and torch.equal(one.logprobs[:1], answer.logprobs[:1])
         assert torch.allclose(one.logprobs, answer.logprobs, atol=1e-5) and torch.equal(one.experts, answer.experts)
 
