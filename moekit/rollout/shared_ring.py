@@ -78,7 +78,7 @@ class SharedRing(Transport):
             data, fds, *_ = socket.recv_fds(line, SHAPE.size, 1)  # and no byte more: chunks may follow at once
             size, slots = SHAPE.unpack(data)
             memory = _map(fds[0], size)
-        except (OSError, struct.error, IndexError) as problem:
+        except (OSError, struct.error, IndexError, ValueError) as problem:
             raise TransferError(f"the other side made no ring ({problem}); see its error") from None
         os.close(fds[0])
         return cls(line, memory, slots, timeout)
@@ -154,6 +154,8 @@ class SharedRing(Transport):
     def _receive(self, n: int) -> bytes:
         try:
             return self.line.recv(n)
+        except ConnectionError:  # it left before it had read everything
+            return b""
         except OSError as problem:
             raise TransferError(f"the ring heard nothing from its other end ({problem}); make a new ring") from None
 

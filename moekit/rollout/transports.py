@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -32,7 +31,8 @@ class PointToPoint(Transport):
 
     def __init__(self, peer: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
         self.peer, self.group, self.device = peer, group, torch.device(device)
-        self.room, self.over = torch.empty(0, dtype=torch.uint8, device=self.device), True
+        self.room: Tensor | None = None
+        self.last = ""  # how the stream under way has ended: "end", "failed", or not yet
 
     def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
         self._say(json.dumps(head).encode())
@@ -40,23 +40,22 @@ class PointToPoint(Transport):
             self._do(dist.send, data.to(self.device), group_dst=self.peer)
 
     def _get(self) -> tuple[dict[str, Any], Tensor | None]:
-        self.over = False
         head = json.loads(self._hear())
-        self.over = "bytes" not in head
-        if self.over:
+        self.last = next((word for word in ("end", "failed") if word in head), "")
+        if self.last:
             return head, None
-        if head["bytes"] > len(self.room):
+        if self.room is None or len(self.room) < head["bytes"]:
             self.room = torch.empty(head["bytes"], dtype=torch.uint8, device=self.device)
         self._do(dist.recv, self.room[: head["bytes"]], group_src=self.peer)
         return head, self.room[: head["bytes"]]
 
     def _settle(self, problem: str) -> None:
-        head: dict[str, Any] = {}
         with suppress(TransferError) if problem else nullcontext():
-            while problem and not self.over:  # what is under way is taken, so that the next update begins at its head
-                head, _ = self._get()
-            if "failed" not in head:
+            while not self.last:  # what is under way is taken, so that the next update begins with its first chunk
+                self._get()
+            if self.last == "end":
                 self._say(problem.encode())
+        self.last = ""
 
     def _settled(self) -> str:
         return self._hear().decode()
@@ -98,7 +97,6 @@ class FileDrop(Transport):
         if not update or Path(update).name != update or update.startswith("."):
             raise ConfigError(f"update={update!r} must be a plain name, the folder of one update under {root}")
         self.folder, self.ahead, self.timeout, self.count = Path(root) / update, ahead, timeout, 0
-        self.room = torch.empty(0, dtype=torch.uint8)
 
     def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
         if self.ahead is not None and self.count >= self.ahead:
@@ -126,12 +124,9 @@ class FileDrop(Transport):
         self._wait(lambda: file.exists() or failed.exists(), "written")
         if failed.exists():
             return {"failed": failed.read_text()}, None
-        with open(file, "rb", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
-            if size > len(self.room):
-                self.room = torch.empty(size, dtype=torch.uint8)
-            raw = self.room[: f.readinto(self.room.numpy())]
-        file.unlink()
+        size = file.stat().st_size
+        raw = torch.from_file(str(file), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        file.unlink()  # the mapping keeps the numbers until they were taken
         self.count += 1
         begin = 8 + int.from_bytes(raw[:8].numpy().tobytes(), "little")
         try:
