@@ -320,7 +320,8 @@ def load(
             raise _Serves(f"version {version} serves already; ask for the engine's version before sending")
         for at, source in enumerate(sources, 1):
             mark, hashes = time.perf_counter(), isinstance(source, Transport)
-            for chunk in source.receive() if isinstance(source, Transport) else source:
+            incoming = source.receive() if isinstance(source, Transport) else source  # alive until it was told
+            for chunk in incoming:
                 got = time.perf_counter()
                 engine.write(chunk)
                 size += chunk.data.nbytes
