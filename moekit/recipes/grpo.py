@@ -2,9 +2,9 @@
 
     moekit.submit(train, GRPOConfig(model="runs/sft/export", data="chain_sum"), nproc=2)
 
-The engine is in the learner's processes and samples between steps, so every answer is of the newest weights. A run that
+The engine samples between steps, with the newest weights, or beside them, one step behind (`staleness`). A run that
 was stopped, wherever in the loop, goes on with `resume=True` from its last checkpoint and takes the steps that it would
-have taken: draws depend on seed, step, prompt and position alone.
+have taken: draws depend on seed, step, prompt and position alone (with `staleness=1` its first step samples anew).
 
 Axis letters: A answers of a step."""
 
@@ -21,7 +21,7 @@ from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..objectives.advantage import GroupAdvantages, group_advantages, overlong_valid
 from ..objectives.grpo import GRPO
-from ..objectives.ratio import importance_weights, kl_estimate
+from ..objectives.ratio import kl_estimate
 from ..workloads import GRPOConfig
 from . import rl, runs
 from .rl import Experience
@@ -76,17 +76,15 @@ def train(config: GRPOConfig) -> dict[str, Any]:
             old_samples(run.folder, start)
         first = sampler.held_out() if start == 0 else {}
         for step in range(start, config.steps):
-            chosen = stream.take()
-            experience = sampler.rollout(chosen, step)
+            chosen, experience = sampler.rollout(stream, step)
             metrics, arrays, advantage_A = update(learner, reference, experience, sampler, step)
-            with sampler.watch.during("transfer"):
-                sampler.transfer()
+            sampler.transfer()
             sampler.log(step, chosen, experience, advantage_A)
             metrics = first | metrics | sampler.metrics(experience)
             passes, more = sampler.passes()
             if sampler.due(step):
                 metrics |= sampler.held_out()
-            record.step(step, metrics | passes, arrays | more, stream.state() | {"scores": sampler.scores})
+            record.step(step, metrics | passes, arrays | more, sampler.state())
             first = {}
     return record.finish(**sampler.scores)
 
@@ -120,8 +118,9 @@ def update(
     for field, answer, advantage in zip(fields, answers, found.advantage_A.float()):
         field["advantage"] = advantage.expand(len(answer.ids))
         if config.importance_cap is not None:
-            weights = importance_weights(field["old_logprob"], answer.logprobs, high=config.importance_cap)
-            field["weight"], capped = weights.weight_M, capped + weights.above
+            more, above = rl.corrected(field["old_logprob"], answer.logprobs, config)
+            field |= more
+            capped += above
     keep_A = found.learns_A if config.drop_equal_groups else found.valid_A
     updates = []
     for epoch in range(config.epochs):

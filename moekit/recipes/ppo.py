@@ -28,7 +28,7 @@ from ..learner.weights import from_checkpoint
 from ..model.heads import to_value_head
 from ..objectives.advantage import gae, overlong_valid, token_rewards, whiten
 from ..objectives.ppo import PPO, ValueLoss, explained_variance
-from ..objectives.ratio import importance_weights, kl_estimate
+from ..objectives.ratio import kl_estimate
 from ..workloads import PPOConfig
 from . import rl, runs, setup
 from .rl import Experience
@@ -85,17 +85,15 @@ def train(config: PPOConfig) -> dict[str, Any]:
             old_samples(run.folder, start)
         first = sampler.held_out() if start == 0 else {}
         for step in range(start, config.steps):
-            chosen = stream.take()
-            experience = sampler.rollout(chosen, step)
+            chosen, experience = sampler.rollout(stream, step)
             metrics, arrays = update(learner, critic, reference, experience, sampler, step)
-            with sampler.watch.during("transfer"):
-                sampler.transfer()
+            sampler.transfer()
             sampler.log(step, chosen, experience)
             metrics = first | metrics | sampler.metrics(experience)
             passes, more = sampler.passes()
             if sampler.due(step):
                 metrics |= sampler.held_out()
-            record.step(step, metrics | passes, arrays | more, stream.state() | {"scores": sampler.scores})
+            record.step(step, metrics | passes, arrays | more, sampler.state())
             first = {}
     return record.finish(**sampler.scores)
 
@@ -171,14 +169,11 @@ def targets(
     )  # fmt: skip
     if config.whiten:
         advantage_N = whiten(advantage_N)
-    made: dict[str, Any] = {"old_logprob": flat(old), "old_value": flat(values), "advantage": advantage_N,
+    sampled, capped = rl.corrected(flat(old), flat([a.logprobs for a in answers]), config)
+    made: dict[str, Any] = {**sampled, "old_value": flat(values), "advantage": advantage_N,
                             "return": return_N}  # fmt: skip
     if config.kl and config.kl_in == "loss":
         made["ref_logprob"] = flat(theirs)
-    capped = 0
-    if config.importance_cap is not None:
-        found = importance_weights(flat(old), flat([a.logprobs for a in answers]), high=config.importance_cap)
-        made["weight"], capped = found.weight_M, found.above
     columns = {name: x.split(sizes) for name, x in made.items()}
     fields: list[dict[str, Tensor]] = [{name: torch.zeros(0) for name in made} for _ in answers]
     for at, i in enumerate(some):

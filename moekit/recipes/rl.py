@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from ..data.stream import epoch_order, share
 from ..data.tasks import make_task, score
 from ..errors import ConfigError, DataError
 from ..learner.forward import Forward
+from ..objectives.ratio import importance_weights
 from ..rollout.engine import Answer, Rollout
 from ..rollout.rewards import Reward, RewardPool, Verifier, math_verifier
 from ..workloads import RLConfig
@@ -248,6 +250,31 @@ def replayed(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[list
             chosen_NLK[span] = torch.cat([k for k in known if k is not None]).long()[flat.position_N[span]]
         out.append(list(chosen_NLK.unbind(1)))
     return out
+
+
+def corrected(old_M: Tensor, engine_M: Tensor, config: RLConfig) -> tuple[dict[str, Tensor], int]:
+    """What the loss reads of tokens that an engine sampled: old_logprob, perhaps weight; how many tokens were capped.
+
+    Sampled with the weights that train: r = policy / learner, times the weight min(learner / engine, cap), which is for
+    another arithmetic. Sampled with older ones: r = policy / engine, at the learner's weights at most `cap`, so that
+    the clip sees all that the policy has moved since (recomputed with the learner's weights, r would begin at 1).
+
+    Args:
+        old_M: log-probs of the learner as the step begins.
+        engine_M: log-probs that the tokens were sampled with.
+
+    >>> stale = RLConfig("", "", engine="process", staleness=1, importance_cap=2.0)
+    >>> told, capped = corrected(torch.tensor([0.3, 0.9]).log(), torch.tensor([0.2, 0.2]).log(), stale)
+    >>> [round(r, 4) for r in (torch.tensor([0.3, 0.9]) / told["old_logprob"].exp()).tolist()], capped
+    ([1.5, 2.0], 1)
+    """
+    cap = config.importance_cap
+    if cap is None:
+        return {"old_logprob": old_M}, 0
+    found = importance_weights(old_M, engine_M, high=cap)
+    if not config.staleness:
+        return {"old_logprob": old_M, "weight": found.weight_M}, found.above
+    return {"old_logprob": torch.maximum(old_M - math.log(cap), engine_M.to(old_M))}, found.above
 
 
 def prefixed(metrics: dict[str, float], component: str) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """The rollout side of a step: answers and their rewards, held-out scores, the engine's weights, and what is recorded.
 
-Every rank samples and judges its share of the prompts with an engine and a pool of its own.
+Every rank samples and judges its share of the prompts with an engine and a pool of its own. With `staleness=1` the
+answers of a step are sampled while the step before trains: they are of the weights that this one began with. The first
+step of a run, also of one that goes on from a checkpoint, has none that wait for it, and samples with its own weights.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -19,24 +23,24 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.chat import load_tokenizer
-from ..errors import ConfigError
+from ..data.stream import RowStream
+from ..errors import EngineError
 from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..measure.files import append, write_atomic
-from ..measure.memory import held_bytes
 from ..measure.tokens import RowCounter
-from ..model.transformer import Part
-from ..rollout.embedded import EmbeddedEngine
-from ..rollout.engine import Engine, Sampling
+from ..rollout.engine import Engine, Rollout, Sampling
 from ..rollout.rewards import summary
 from ..rollout.stats import Stats
 from ..workloads import RLConfig
 from . import rl, setup
+from .placement import Weights, engine_of
 from .rl import Experience, Prompts
 from .runs import Run
 from .setup import together
 
+MOVED = [f"transfer/{n}" for n in ("plan_s", "cast_s", "wire_s", "load_s", "verify_s", "bytes", "floor_s")]
 LOGGED = 8  # answers of a step in samples.jsonl
 
 
@@ -67,7 +71,11 @@ class Hosted(Engine, Protocol):
     """An `Engine` as a sampler keeps it; it may have a `model` here, and a `close()` for what it has started."""
 
     shared: bool  # its parameters are the learner's own: nothing is transferred
-    stats: Stats  # since `metrics` was called
+
+    @property
+    def stats(self) -> Stats:
+        """Of its work since `metrics` was called."""
+        ...
 
     @property
     def counter(self) -> RowCounter | None:
@@ -95,7 +103,10 @@ class Sampler:
         self.prompts: Prompts = run.data
         self.watch = Stopwatch()
         self.scores: dict[str, dict[str, float]] = {}
-        self.transferred = 0  # bytes that this rank sent for the engines' weights
+        self.taken: dict[str, Any] = {}  # where the prompts are after this step
+        self.next: tuple[np.ndarray, dict[str, Any], Callable[[], list[Rollout]]] | None = None  # of the step to come
+        self.began, self.busy = time.perf_counter(), 0.0  # of this step; seconds that the engine worked in it
+        self.version = learner.updates  # as the step began
         with together(run.waits):
             self.tokenizer = load_tokenizer(setup.tokenizer_folder(self.config))
             ends = {self.tokenizer.eos_token_id, learner.model.config.eos_id} - {None}
@@ -110,30 +121,66 @@ class Sampler:
                     self.config.eval_items,
                 )  # fmt: skip
             self.pool = rl.reward_pool(self.config)
-        self.engine: Hosted = engine_of(learner, self.config)
+        self.beside = ThreadPoolExecutor(1, "moekit-rollout") if self.config.staleness else None
+        self.engine: Hosted
+        self.weights: Weights | None
+        with together(run.waits):  # a layout's plan is made by all ranks, or refused by all
+            self.engine, self.weights = engine_of(learner, self.config)
         self.transfer()
+        self.watch = Stopwatch()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.pool.close()
-        getattr(self.engine, "close", lambda: None)()
+        getattr(self.engine, "close", lambda: None)()  # which ends what is being sampled, too
+        if self.beside is not None:
+            self.beside.shutdown()
 
     # ------------------------------------------------------------------ a step
-    def rollout(self, chosen: np.ndarray, step: int) -> Experience:
-        """Answers to the prompts `chosen`, and their rewards, of all ranks on every rank. A collective."""
-        how = replace(self.how, seed=self.config.seed * 1_000_003 + step)
-        return self._answer(self.prompts, chosen, how, self.watch)
+    def rollout(self, stream: RowStream, step: int) -> tuple[np.ndarray, Experience]:
+        """The prompts of a step, answers to them and their rewards, of all ranks on every rank. A collective.
 
-    def _answer(self, prompts: Prompts, chosen: np.ndarray, how: Sampling, watch: Stopwatch) -> Experience:
-        mine = np.array_split(np.arange(len(chosen)), self.world.size)[self.world.rank]
-        with watch.during("rollout"), together(self.waits):
-            ids = [prompts.ids[chosen[i]] for i in mine]
-            found = self.engine.generate(ids, how, prompt_ids=mine.tolist()) if len(mine) else []
+        Raises EngineError: answers of weights that are older than `staleness` allows."""
+        self.began, self.busy, self.version = time.perf_counter(), 0.0, self.learner.updates
+        chosen, self.taken, found = self.next or self._asked(stream, step)
+        experience = self._answer(self.prompts, chosen, found, self.watch)
+        versions = [int(a.version.min()) for a in experience.answers if a.ids]
+        oldest = self.version - self.config.staleness * self.config.updates
+        if (version := min(versions, default=oldest)) < oldest:
+            raise EngineError(
+                f"answers of weights {version} came for step {step}, whose policy has had {self.version} updates; "
+                f"staleness={self.config.staleness} allows {oldest} and newer"
+            )
+        ahead = self.config.staleness and step + 1 < self.config.steps
+        self.next = self._asked(stream, step + 1) if ahead else None
+        return chosen, experience
+
+    def _asked(self, stream: RowStream, step: int) -> tuple[np.ndarray, dict[str, Any], Callable[[], list[Rollout]]]:
+        """The prompts of a step, the place behind them, and what waits for their answers, which may begin at once."""
+        chosen, how = stream.take(), replace(self.how, seed=self.config.seed * 1_000_003 + step)
+        sample = partial(self._sample, self.prompts, chosen, how)
+        return chosen, stream.state(), sample if self.beside is None else self.beside.submit(sample).result
+
+    def _mine(self, chosen: np.ndarray) -> np.ndarray:
+        return np.array_split(np.arange(len(chosen)), self.world.size)[self.world.rank]
+
+    def _sample(self, prompts: Prompts, chosen: np.ndarray, how: Sampling) -> list[Rollout]:
+        """This rank's answers."""
+        mine, began = self._mine(chosen), time.perf_counter()
+        found = self.engine.generate([prompts.ids[chosen[i]] for i in mine], how, prompt_ids=mine.tolist())
+        self.busy += time.perf_counter() - began
+        return found
+
+    def _answer(
+        self, prompts: Prompts, chosen: np.ndarray, sampled: Callable[[], list[Rollout]], watch: Stopwatch
+    ) -> Experience:
+        with watch.during("rollout"), watch.during("learner_idle"), together(self.waits):
+            found = sampled()
         with watch.during("reward"), together(self.waits):
             texts = [self.tokenizer.decode(a.ids, skip_special_tokens=True) for r in found for a in r.answers]
-            items = [prompts.items[chosen[i]] for i, r in zip(mine, found) for _ in r.answers]
+            items = [prompts.items[chosen[i]] for i, r in zip(self._mine(chosen), found) for _ in r.answers]
             sequences = [[*r.prompt, *a.ids] for r in found for a in r.answers]
             rewards = self.pool.score(items, texts, sequences)
         everything = self.world.gather((found, rewards, texts))
@@ -148,15 +195,20 @@ class Sampler:
         return rl.by_answer(batches, found, layout, len(experience.answers))
 
     def transfer(self) -> None:
-        """Give the engine the learner's weights, gathered on every rank; nothing where it shares them. A collective."""
-        if self.engine.shared:
-            return
-        before = self.world.wire.sent["gathered"]
-        weights = self.learner.gathered("parameter")
-        self.transferred += self.world.wire.sent["gathered"] - before
-        for part in self.world.gather({n: b.cpu() for n, b in self.learner.model.named_buffers()}):
-            weights |= part
-        self.engine.update_weights(weights, self.learner.updates, self.config.update_mode)
+        """Bring the learner's weights to the engine, when the answers under way are there; nothing where it shares
+        them. A collective."""
+        if self.next is not None:
+            with self.watch.during("learner_idle"), together(self.waits):
+                self.next[2]()
+        with self.watch.during("transfer"):
+            if self.weights is not None:
+                began = time.perf_counter()
+                self.weights.give(self.engine, self.config.update_mode)
+                self.busy += time.perf_counter() - began
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint after this step remembers."""
+        return self.taken | {"scores": self.scores}
 
     # ------------------------------------------------------------------ held-out prompts
     def due(self, step: int) -> bool:
@@ -170,7 +222,8 @@ class Sampler:
             return {}
         how, watch = replace(self.how, n=1, temperature=0.0, top_k=0, top_p=1.0), Stopwatch()
         with self.watch.during("evaluate"):
-            found = self._answer(self.held, np.arange(len(self.held)), how, watch)
+            chosen = np.arange(len(self.held))
+            found = self._answer(self.held, chosen, partial(self._sample, self.held, chosen, how), watch)
         points = [next(iter(r.parts.values())).score for r in found.rewards]
         exact = sum(p == 1.0 for p in points) / len(points)
         told = {"eval/score": sum(points) / len(points), "eval/exact": exact, "eval/items": float(len(points))}
@@ -187,21 +240,25 @@ class Sampler:
         lengths = [float(len(a.ids)) for a in answers]
         versions = [int(a.version[-1]) for a in answers if a.ids]
         stats = self.engine.stats
-        model: Any = None if self.engine.shared else getattr(self.engine, "model", None)
-        own = 0 if model is None else held_bytes({"all": model.parameters()})["all"]
-        held = self.world.sum_list([stats.cache_bytes, own, self.transferred])
+        own = self.weights.engine_bytes if self.weights else 0
+        wire, restarts = self.weights.sent_bytes if self.weights else 0, getattr(self.engine, "restarts", 0)
+        held = self.world.sum_list([stats.cache_bytes, own, wire, restarts])
         (prefill,) = self.world.max_list([stats.prefill_seconds])
+        self.watch.seconds["engine_idle"] = max(0.0, time.perf_counter() - self.began - self.busy)
         self.engine.metrics()
-        self.transferred = 0
-        return summary(experience.rewards) | self.watch.metrics(self.world) | {
+        if self.weights is not None:
+            self.weights.sent_bytes = 0
+        moved = self.weights.metrics() if self.weights else dict.fromkeys(MOVED, 0.0)
+        return summary(experience.rewards) | moved | self.watch.metrics(self.world) | {
             "rollout/answers": float(len(answers)),
             "rollout/tokens": sum(lengths),
             "rollout/length": sum(lengths) / max(1, len(answers)),
             "rollout/truncated": float(sum(a.finish == "length" for a in answers)),
             "rollout/empty": float(sum(not a.ids for a in answers)),
             "rollout/version": float(max(versions, default=self.engine.version)),
+            "rollout/behind": float(self.version - min(versions, default=self.version)),
             "memory/engine_cache_bytes": held[0], "memory/engine_parameters_bytes": held[1],
-            "wire/transfer_bytes": held[2], "time/prefill_s": prefill,
+            "wire/transfer_bytes": held[2], "engine/restarts": held[3], "time/prefill_s": prefill,
         }  # fmt: skip
 
     def passes(self) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -238,21 +295,6 @@ class Sampler:
             append(fd, path, "".join(f"{line}\n" for line in lines).encode())
         finally:
             os.close(fd)
-
-
-def engine_of(learner: Learner, config: RLConfig) -> Hosted:
-    """The engine that the config names. One in this process stands on the learner's own parameters where they are all
-    here and of the engine's dtype, else it has a copy, which waits for its first transfer.
-
-    Raises:
-        ConfigError: an engine that this build does not have.
-    """
-    if config.engine != "embedded":
-        raise ConfigError(f"engine={config.engine!r} is not here; take engine='embedded'")
-    own = config.dtype if config.rollout_dtype is None else config.rollout_dtype
-    if own == config.dtype and learner.model.part == Part.whole(learner.model.config):
-        return EmbeddedEngine.of(learner.model, lambda: learner.updates, slots=config.slots)
-    return EmbeddedEngine(learner.model.config, dtype=own, slots=config.slots, device=learner.model.device)
 
 
 def old_samples(folder: Path, start: int) -> None:

@@ -63,7 +63,7 @@ class EngineProcess:
     Cost: a process with torch in it; answers and requests go over a socket, weights through shared memory.
     """
 
-    shared, counter = False, None
+    shared = False
 
     def __init__(
         self, config: ModelConfig, *, dtype: str | None = None, slots: int = 64, ahead: int = 4096,

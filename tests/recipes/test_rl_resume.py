@@ -31,6 +31,7 @@ TIMES = (
     "critic_flops/mfu",
     "reward/letters_s",
     "memory/",
+    "transfer/",
 )
 KILLED = {
     "quick": {"grpo": ["train"], "ppo": ["before the policy's save"]},
