@@ -50,9 +50,10 @@ MODES = ("atomic", "in_place")
 
 # ---------------------------------------------------------------- the transfer matrix
 @functools.cache
-def matrix(world: int, names: tuple[str, ...], threads: bool) -> Path:
+def matrix(world: int, names: tuple[str, ...], threads: bool) -> tempfile.TemporaryDirectory:
     """Run cases of one world of learners: each process one of them, or a server. Servers may be threads of this one."""
-    folder = Path(tempfile.mkdtemp(prefix="moekit-"))
+    kept = tempfile.TemporaryDirectory(prefix="moekit-")  # gone with the last reference, the cache's
+    folder = Path(kept.name)
     roles = [("learn", r) for r in range(world)] + [("serve", t) for t in range(0 if threads else 3)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     command = lambda role, rank: [sys.executable, HERE, role, str(rank), str(world), folder, *names]
@@ -67,12 +68,12 @@ def matrix(world: int, names: tuple[str, ...], threads: bool) -> Path:
     finally:
         for p in all_of:
             p.kill()
-    return folder
+    return kept
 
 
-def check_pair(folder: Path, name: str) -> None:
+def check_pair(folder: tempfile.TemporaryDirectory, name: str) -> None:
     """Bitwise equal to the export; bytes of every pair those of the plan; extra memory within the mode's bound."""
-    case, here = CASES[name], folder / str(list(CASES).index(name))
+    case, here = CASES[name], Path(folder.name, str(list(CASES).index(name)))
     sent = [pickle.loads((here / f"sent_{r}").read_bytes()) for r in range(case.world)]
     got = [pickle.loads((here / f"got_{t}").read_bytes()) for t in range(len(case.serve))]
     for rows, planned in sent:
