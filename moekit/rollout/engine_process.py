@@ -124,12 +124,13 @@ class EngineProcess:
                 before = len(found)
                 try:
                     for at, sample, answer, experts in self._answers("generate", sampling, request):
-                        found.setdefault((missing[at], sample), answer)
-                        out[missing[at]].prompt_experts = (
-                            experts if experts is not None else out[missing[at]].prompt_experts
-                        )
-                        if told:
-                            told(len(found), len(out) * sampling.n)
+                        i = missing[at]
+                        if experts is not None:
+                            out[i].prompt_experts = experts
+                        if (i, sample) not in found:
+                            found[i, sample] = answer
+                            if told:
+                                told(len(found), len(out) * sampling.n)
                 except _Gone as problem:
                     tries = 1 if len(found) > before else tries + 1
                     self._restart(problem, tries)
