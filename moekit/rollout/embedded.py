@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import ConfigError, EngineError
-from ..measure.tokens import RowCounter
 from ..model.moe import Dispatcher
 from ..model.transformer import Part, Transformer
 from .engine import Answer, Capabilities, Rollout, Sampling, Told
@@ -92,11 +91,11 @@ class EmbeddedEngine:
         kind = DTYPES[dtype] if dtype else torch.float32 if whole is None else whole.head_weight.dtype
         place = device or (whole.device if whole else None)
         self.model = Transformer(config, dtype=kind, device=place, seed=None, part=part)
-        for block in self.model.blocks.values() if dispatcher else ():
-            if block.routes:
-                block.moe.dispatcher = dispatcher
+        for block in [b for b in self.model.blocks.values() if b.routes and dispatcher]:
+            block.moe.dispatcher = dispatcher
         self.slots, self.ahead, self.when_running, self.shared = slots, ahead, running, False
         self.passes = Passes(self.model, gather, lambda: self.version, crossover)
+        self.counter = self.passes.counter
         self._version: int | Callable[[], int] = version
         self._broken = "no weights were given to it yet; call update_weights"
         self._batch: Slots | None = None
@@ -129,11 +128,6 @@ class EmbeddedEngine:
         updates, running = ((), RUNNING[:2]) if self.shared else (("atomic", "in_place"), RUNNING)
         routes = bool(self.model.config.moe_layers)
         return Capabilities("embedded", True, routes, True, True, True, True, updates, running)
-
-    @property
-    def counter(self) -> RowCounter:
-        """Positions and rows, by pass; `Sampler.passes` sums them over ranks."""
-        return self.passes.counter
 
     @property
     def stats(self) -> Stats:

@@ -96,14 +96,13 @@ class Passes:
                 gone = [rank for rank, a in enumerate(asked) if a[0] == LEFT]
                 why = f"ranks {gone} left the call" if gone else f"ranks serve versions {[a[1] for a in asked]}"
                 raise EngineError(f"{why}: nothing more is sampled; call again with all ranks, and one version")
-            now = max(a[0] for a in asked)
-            sizes = tuple(zip(*((a[2], a[3]) if a[0] == now else (0, 0) for a in asked)))
-            if KINDS[now] == kind:
-                self.inside = bool(kind)
+            now = KINDS[max(a[0] for a in asked)]
+            sizes = tuple(zip(*((a[2], a[3]) if KINDS[a[0]] == now else (0, 0) for a in asked)))
+            if now == kind:
                 return sizes
-            with torch.inference_mode(), self._counted(KINDS[now]):
+            with torch.inference_mode(), self._counted(now):
                 prefill(self.model, [], self.counter, sizes)
-            self.stats.idle_steps += KINDS[now] == "decode"
+            self.stats.idle_steps += now == "decode"
         return ALONE
 
     @contextmanager
@@ -123,6 +122,6 @@ class Passes:
         (start, stop), config = self.model.part.experts, self.model.config
         gemm = ops.explain(self.model.device, self.model.head_weight.dtype)["expert_ffn"]
         counts = 0 if gemm.startswith("triton") else 8 * (stop - start)  # where each expert's rows end, int64
-        moe = [b.moe for b in self.model.blocks.values() if b.routes]
-        sync = getattr(moe[0].dispatcher, "explain", "").startswith("sync") if moe else False
+        how = [getattr(b.moe.dispatcher, "explain", "") for b in self.model.blocks.values() if b.routes]
+        sync = any(words.startswith("sync") for words in how)
         return counts + 16 * (config.experts // (stop - start)) * sync  # rows to and from every rank

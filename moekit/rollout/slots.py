@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +24,6 @@ from .engine import Answer, Finish, Sampling
 from .kv_cache import KVCache, Prefix, ordinary
 from .passes import Passes
 from .sampling import choose, draw_key, uniform
-from .stats import Stats
 
 SORT = 3  # slots are sorted by length when this many times what they hold was read in vain
 
@@ -43,11 +41,8 @@ class Group:
     experts: Tensor | None = None  # [P, L, K] int16, of the first reading
 
 
-def requests(
-    config: ModelConfig, prompts: Sequence[Sequence[int]], sampling: Sampling, prompt_ids: Sequence[int] | None,
-    limits: Sequence[int] | None,
-) -> list[Group]:  # fmt: skip
-    """Checked requests. Raises ConfigError: as `EmbeddedEngine.generate`."""
+def requests(config: ModelConfig, prompts, sampling: Sampling, prompt_ids, limits) -> list[Group]:
+    """Checked requests, with arguments and errors of `EmbeddedEngine.generate`."""
     groups = []
     for name, given in (("prompt_ids", prompt_ids), ("limits", limits)):
         if given is not None and len(given) != len(prompts):
@@ -85,7 +80,9 @@ class Slots:
         most = max(g.limit for g in self.groups)
         room = max(len(g.prompt) + g.limit for g in self.groups)
         self.cache = KVCache(config, self.slots, room, self.model.head_weight.dtype, device)
-        self.stats.cache_bytes = max(self.stats.cache_bytes, self.cache.keys.nbytes + self.cache.values.nbytes)
+        self.passes.stats.cache_bytes = max(
+            self.passes.stats.cache_bytes, self.cache.keys.nbytes + self.cache.values.nbytes
+        )
         self.waiting = deque(self.groups)
         self.owner = np.full((self.slots, 2), -1)  # group's place in `groups`, and sample
         self.length, self.count = np.zeros((2, self.slots), np.int64)  # tokens in the cache, tokens of the answer
@@ -118,10 +115,11 @@ class Slots:
         if experts_SLK is not None:
             self.experts[torch.from_numpy(rows), torch.from_numpy(last)] = experts_SLK
         self.length[:n] += 1
-        self.stats.steps, self.stats.slot_steps = self.stats.steps + 1, self.stats.slot_steps + n
-        self.stats.slots = max(self.stats.slots, min(self.slots, sum(len(g.key) for g in self.groups)))
+        stats = self.passes.stats
+        stats.steps, stats.slot_steps = stats.steps + 1, stats.slot_steps + n
+        stats.slots = max(stats.slots, min(self.slots, sum(len(g.key) for g in self.groups)))
         self._close(self._sample(rows, logits_SV))
-        self.stats.decode_seconds += time.perf_counter() - began
+        self.passes.stats.decode_seconds += time.perf_counter() - began
 
     def _admit(self) -> None:
         """Fill free slots; an answer may end with its first token, and frees its slot again."""
@@ -137,7 +135,7 @@ class Slots:
                 logits.append(group.prefix.logits_V)
                 if group.started == len(group.key):
                     self.waiting.popleft().prefix = None
-            self.stats.prefill_seconds += time.perf_counter() - began
+            self.passes.stats.prefill_seconds += time.perf_counter() - began
             self._close(self._sample(np.arange(first, self.n), torch.stack(logits)))
 
     def _read(self) -> None:
@@ -152,13 +150,8 @@ class Slots:
             group.prefix = prefix
             if group.experts is None and prefix.experts_PLK is not None:
                 group.experts = prefix.experts_PLK
-        self.stats.prompts_read += len(chosen)
-        self.stats.prompt_tokens += tokens
-
-    @property
-    def stats(self) -> Stats:
-        """Since the engine was last asked."""
-        return self.passes.stats
+        self.passes.stats.prompts_read += len(chosen)
+        self.passes.stats.prompt_tokens += tokens
 
     def _start(self, group: Group, prefix: Prefix) -> None:
         """Give the next slot to the next sample of a group."""
@@ -178,7 +171,7 @@ class Slots:
         at = self.count[rows]
         self.ids[rows, at], self.logprobs[rows, at], self.versions[rows, at] = token, logprob, self.weights
         self.count[rows] = at + 1
-        self.stats.answer_tokens += len(rows)
+        self.passes.stats.answer_tokens += len(rows)
         stop = np.isin(token, self.stops)
         for sequence in self.sequences:
             back = np.maximum(at[:, None] + np.arange(1 - len(sequence), 1), 0)
@@ -228,9 +221,9 @@ class Slots:
                 stop += 1
             for s, prefix in enumerate(self.passes.prefill(held[at:stop]), at):
                 self.cache.fill(s, prefix)
-            self.stats.recomputed_tokens += sum(map(len, held[at:stop]))
+            self.passes.stats.recomputed_tokens += sum(map(len, held[at:stop]))
             at = stop
-        self.stats.prefill_seconds += time.perf_counter() - began
+        self.passes.stats.prefill_seconds += time.perf_counter() - began
 
     def abort(self, waiting: bool = False) -> None:
         """End running answers where they are; with `waiting` those too that have not begun."""

@@ -28,14 +28,11 @@ class Loads:
 
     def add(self, rows_LE: Tensor, crossover: float) -> None:
         """One pass. Cost: about 15 operations on [L, E] numbers, no host read."""
-        if not rows_LE.numel():
-            return
         rows_LE = rows_LE.double()
         total_L, busy_L = rows_LE.sum(1), (rows_LE > 0).sum(1)
-        below_L = total_L < crossover * busy_L  # a layer without rows is not below
-        found = (total_L, busy_L, max_over_mean(rows_LE), busy_L > 0, below_L)
+        found = (total_L, busy_L, max_over_mean(rows_LE), busy_L > 0, total_L < crossover * busy_L)  # none: not below
         self.sums = self.sums.to(rows_LE.device) + torch.stack([x.double() for x in found]).sum(1)
-        self.most = torch.maximum(self.most.to(rows_LE.device), rows_LE.max())
+        self.most = torch.cat((self.most.to(rows_LE.device).view(1), rows_LE.view(-1))).max()
 
     def metrics(self, kind: str) -> dict[str, float]:
         """Means over passes and layers that had rows; the host reads here."""
@@ -78,11 +75,10 @@ class Stats:
         experts kept for answers and prompts, and row counts that the host read to run experts.
         """
         seconds, rounds = self.prefill_seconds + self.decode_seconds, self.steps + self.idle_steps
-        skip = ("slots", "slot_steps", "loads")
         return {
             "engine/tokens_per_s": self.answer_tokens / seconds if seconds else 0.0,
             "engine/occupancy": self.slot_steps / (self.steps * self.slots) if self.steps else 0.0,
             "engine/idle_slots": 1 - self.slot_steps / max(1, rounds * self.slots) if rounds else 0.0,
-            **{f"engine/{n}": float(v) for n, v in vars(self).items() if n not in skip},
+            **{f"engine/{n}": float(v) for n, v in vars(self).items() if n not in ("slots", "slot_steps", "loads")},
             **{name: v for kind, loads in self.loads.items() for name, v in loads.metrics(kind).items()},
         }

@@ -54,6 +54,8 @@ def check(size: int, ranks: list[dict], name: str) -> None:
     none = found[s.MINE[size].index([])]["metrics"]  # a rank without a request runs rows of others, and no step
     assert none["engine/steps"] == 0 and none["engine/idle_steps"] > 20 and none["engine/idle_slots"] == 1
     assert none["engine/rows_per_expert_decode"] >= 1 and none["engine/expert_imbalance_prefill"] >= 1
+    read = 8 * held + 16 * size * (name == "sync")  # where experts' rows end; rows to and from every rank
+    assert none["engine/route_bytes_decode"] == none["engine/idle_steps"] * 2 * read
     most = max(r["metrics"]["engine/idle_steps"] + r["metrics"]["engine/steps"] for r in found)
     assert all(r["metrics"]["engine/idle_steps"] + r["metrics"]["engine/steps"] == most for r in found)
     assert found[0]["bad"].startswith("ConfigError: prompt 0 holds a token outside")
