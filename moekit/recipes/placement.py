@@ -42,11 +42,11 @@ class Weights:
 
     def __init__(self, learner: Learner, config: RLConfig):
         began, self.learner, self.world = time.perf_counter(), learner, learner.world
-        shape, own = learner.model.config, held(learner.model)
+        shape, self.own = learner.model.config, held(learner.model)
         self.pieces = {n: p for n, (p, _) in held(Transformer(shape, device="meta", seed=None)).items()}
         self.dtypes = dtypes(shape, DTYPES[config.rollout_dtype or config.dtype])
         everything, ranks = list(self.pieces.values()), range(self.world.size)
-        have = self.world.gather([p for p, _ in own.values()])
+        have = self.world.gather([p for p, _ in self.own.values()])
         sizes = {n: d.itemsize for n, d in self.dtypes.items()}
         self.plan: WeightPlan = plan(have, [everything] * self.world.size, sizes, near=list(ranks))
         # one who starts an engine again has the weights that it served: others may train on, and be elsewhere
@@ -62,7 +62,8 @@ class Weights:
         """Bring the learner's newest version to the engine; nothing moves where it is there. A collective.
 
         `engine`: embedded, or with an `update(chunks, version, mode)` that takes all of them and returns `Sent`."""
-        version, self.moved, self.waited = self.learner.updates, Sent(), 0.0
+        version = self.learner.updates
+        self.moved, self.waited, self.sent_bytes = Sent(), 0.0, 0
         if version == self.version:
             return
         if isinstance(engine, EmbeddedEngine):
@@ -75,16 +76,23 @@ class Weights:
 
     def chunks(self) -> Iterator[Chunk]:
         """Every element of every parameter and buffer once. A collective."""
-        own = held(self.learner.model)
-        for chunk in exchange(self.world, self.plan, own, self.dtypes, self):
+        for chunk in exchange(self.world, self.plan, self._held(), self.dtypes, self):
             if self.kept is not None:
                 self.kept[chunk.name][chunk.start : chunk.start + len(chunk.data)] = chunk.data
             yield chunk
 
+    def _held(self) -> dict[str, tuple[Piece, Tensor]]:
+        model = self.learner.model
+        if any(
+            t.data_ptr() != self.own[n][1].data_ptr() for n, t in (*model.named_parameters(), *model.named_buffers())
+        ):
+            self.own = held(model)
+        return self.own
+
     def again(self) -> Iterable[Chunk]:
         """The version that was given last, on this rank alone."""
         if self.kept is None:
-            return chunks(held(self.learner.model), None, self.dtypes)
+            return chunks(self._held(), None, self.dtypes)
         return chunks({n: (self.pieces[n], flat) for n, flat in self.kept.items()})
 
     def metrics(self) -> dict[str, float]:

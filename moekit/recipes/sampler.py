@@ -246,8 +246,6 @@ class Sampler:
         (prefill,) = self.world.max_list([stats.prefill_seconds])
         self.watch.seconds["engine_idle"] = max(0.0, time.perf_counter() - self.began - self.busy)
         self.engine.metrics()
-        if self.weights is not None:
-            self.weights.sent_bytes = 0
         moved = self.weights.metrics() if self.weights else dict.fromkeys(MOVED, 0.0)
         return summary(experience.rewards) | moved | self.watch.metrics(self.world) | {
             "rollout/answers": float(len(answers)),

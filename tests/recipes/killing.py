@@ -59,7 +59,8 @@ def kill_policy_save(call: int, after: bool) -> None:
 
 
 KINDS = {
-    "grpo": (GRPOConfig, grpo.train), "ppo": (PPOConfig, ppo.train), "dpo": (DPOConfig, dpo.train),
+    "grpo": (GRPOConfig, grpo.train), "process": (GRPOConfig, grpo.train),
+    "ppo": (PPOConfig, ppo.train), "dpo": (DPOConfig, dpo.train),
     "resident": (DPOConfig, dpo.train), "reward": (RewardConfig, reward_model.train),
 }  # fmt: skip
 

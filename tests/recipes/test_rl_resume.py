@@ -39,6 +39,7 @@ KILLED = {
            "ppo": ["rollout", "reward", "train", "logged", "recorded", "in the policy's save", "cleaning"]},
     "pairs": {"dpo": ["building", "pairs", "recorded"], "resident": ["pairs", "in the policy's save"],
               "reward": ["pairs"]},
+    "process": {"process": ["train", "recorded"]},  # the engine's process dies with its learner
 }  # fmt: skip
 POINTS = [pytest.param(group, kind, point, marks=pytest.mark.long if group != "quick" else ())
           for group, kinds in KILLED.items() for kind, points in kinds.items() for point in points]  # fmt: skip
@@ -63,6 +64,7 @@ def configs(kit, pairs: Path | str = "", module: str = "letters:letters"):
         "resident": DPOConfig(**preferred, reference="resident", update_every=2),
         "reward": RewardConfig(**preferred),
         "grpo": GRPOConfig(**how, minibatches=2, kl=0.05, importance_cap=2.0, replay=True),
+        "process": GRPOConfig(**how, minibatches=2, importance_cap=2.0, engine="process"),
         "ppo": PPOConfig(**how, minibatches=2),
     }
 
