@@ -96,9 +96,8 @@ class SharedRing(Transport):
                 self._hear()
             self.slots[self.turn, : len(data)].copy_(data)
             self.turn, self.flying = (self.turn + 1) % len(self.slots), self.flying + 1
-        text = json.dumps(head).encode()
         try:
-            self._say(len(text).to_bytes(4, "little") + text)
+            self._say(_message(json.dumps(head).encode()))
         except TransferError:
             while True:  # the receiver may have said why, before it left
                 self._hear()
@@ -108,7 +107,7 @@ class SharedRing(Transport):
             with suppress(TransferError):  # a sender that left may have said why: its last words are read below
                 self._say(FREE)
         self.held = False
-        head = json.loads(self._read(int.from_bytes(self._read(4), "little")))
+        head = json.loads(self._message())
         if "bytes" not in head:
             return head, None
         self.held, turn = True, self.turn
@@ -122,11 +121,10 @@ class SharedRing(Transport):
 
     def _settle(self, problem: str) -> None:
         if not problem:
-            self._say(TAKEN)
-        else:
-            with suppress(TransferError):  # where the sender is gone
-                self._say(REFUSED + problem.encode())
-            self.close()
+            return self._say(TAKEN)
+        with suppress(TransferError):  # where the sender is gone
+            self._say(REFUSED + _message(problem.encode()))
+        self.close()
 
     def _fail(self, problem: str) -> None:
         super()._fail(problem)
@@ -138,27 +136,25 @@ class SharedRing(Transport):
         if word == FREE:
             self.flying -= 1
         if word == REFUSED:
-            why = b""
-            while part := self._receive(1 << 16):
-                why += part
-            raise TransferError(f"the receiver refused the update: {why.decode()}")
+            raise TransferError(f"the receiver refused the update: {self._message().decode()}")
         return word
+
+    def _message(self) -> bytes:
+        return self._read(int.from_bytes(self._read(4), "little"))
 
     def _read(self, n: int) -> bytes:
         out = b""
         while len(out) < n:
-            if not (part := self._receive(n - len(out))):
+            try:
+                part = self.line.recv(n - len(out))
+            except ConnectionError:  # it left before it had read everything
+                part = b""
+            except OSError as problem:
+                raise TransferError(f"the ring heard nothing from its other end ({problem}); make a new ring") from None
+            if not part:
                 raise TransferError("the process at the other end of the ring is gone; restart it and send all again")
             out += part
         return out
-
-    def _receive(self, n: int) -> bytes:
-        try:
-            return self.line.recv(n)
-        except ConnectionError:  # it left before it had read everything
-            return b""
-        except OSError as problem:
-            raise TransferError(f"the ring heard nothing from its other end ({problem}); make a new ring") from None
 
     def _say(self, data: bytes) -> None:
         try:
@@ -170,3 +166,7 @@ class SharedRing(Transport):
 def _map(fd: int, size: int) -> Tensor:
     memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _message(text: bytes) -> bytes:
+    return len(text).to_bytes(4, "little") + text

@@ -8,11 +8,11 @@ bytes; the receiver's word that all is well ends the sender's call. A model take
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,6 +55,19 @@ class Sent:
         return Sent(self.bytes + other.bytes, seconds)
 
 
+class Phases(dict[str, float]):
+    """Seconds by phase, each measured from the end of the one before."""
+
+    def __init__(self, *names: str):
+        super().__init__(dict.fromkeys(names, 0.0))
+        self.mark = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """What was done since the last call was `name`."""
+        before, self.mark = self.mark, time.perf_counter()
+        self[name] += self.mark - before
+
+
 def chunks(
     held: Mapping[str, tuple[Piece, Tensor]], sends: Iterable[Send] | None = None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None, chunk_bytes: int = CHUNK,
@@ -72,7 +85,7 @@ def chunks(
 
     Cost: no copy of what needs no cast; else two chunks of memory.
     """
-    buffers: dict[tuple, Tensor] = {}
+    buffers: dict[tuple[int, torch.device], Tensor] = {}
 
     def cut() -> Iterator[tuple[str, int, Tensor, torch.dtype]]:
         for s in [Send(0, 0, n, p.start, p.stop) for n, (p, _) in held.items()] if sends is None else sends:
@@ -86,20 +99,18 @@ def chunks(
                 yield s.name, start, flat[start - piece.start : min(start + step, s.stop) - piece.start], out
 
     def cast(turn: int, part: Tensor, out: torch.dtype) -> Tensor:
-        key = (turn, out, part.device)
-        if key not in buffers or buffers[key].numel() < part.numel():
-            buffers[key] = torch.empty(part.numel(), dtype=out, device=part.device)
-        return buffers[key][: part.numel()].copy_(part)
+        if (key := (turn, part.device)) not in buffers:
+            buffers[key] = torch.empty(max(chunk_bytes, 8), dtype=torch.uint8, device=part.device)
+        return buffers[key][: part.numel() * out.itemsize].view(out).copy_(part)
 
     with ThreadPoolExecutor(1, thread_name_prefix="moekit-cast") as pool:
-        before = None
+        ahead: deque[tuple[str, int, Any]] = deque()
         for turn, (name, start, part, out) in enumerate(cut()):
-            ready = part if part.dtype == out else pool.submit(cast, turn % 2, part, out)
-            if before:
-                yield _made(*before)
-            before = name, start, ready
-        if before:
-            yield _made(*before)
+            ahead.append((name, start, part if part.dtype == out else pool.submit(cast, turn % 2, part, out)))
+            if turn:
+                yield _made(*ahead.popleft())
+        while ahead:
+            yield _made(*ahead.popleft())
 
 
 def _made(name: str, start: int, data: Any) -> Chunk:
@@ -132,7 +143,7 @@ class Update:
         self.own = held(model)
         new = {n: t if mode == "in_place" else torch.empty_like(t) for n, (_, t) in self.own.items() if not spare}
         self.into = spare or new
-        self.runs: dict[str, list[tuple[int, int]]] = {n: [] for n in self.own}  # written, sorted, apart
+        self.runs: dict[str, list[tuple[int, int]]] = {n: [] for n in self.own}  # written, apart
 
     @torch.no_grad()
     def write(self, chunk: Chunk) -> None:
@@ -152,16 +163,12 @@ class Update:
             here = f"[{piece.start}, {piece.stop}) of its {math.prod(piece.shape)} elements"
             raise TransferError(f"a chunk of {chunk.name} is [{start}, {stop}); here are {here}")
         runs = self.runs[chunk.name]
-        at = bisect.bisect(runs, (start, stop))
-        if (at and runs[at - 1][1] > start) or (at < len(runs) and runs[at][0] < stop):
+        if any(a < stop and start < b for a, b in runs):
             raise TransferError(f"elements of {chunk.name} in [{start}, {stop}) were sent before")
         self.into[chunk.name][start - piece.start : stop - piece.start].copy_(chunk.data)
-        if at < len(runs) and runs[at][0] == stop:
-            stop = runs.pop(at)[1]
-        if at and runs[at - 1][1] == start:
-            at -= 1
-            start = runs.pop(at)[0]
-        runs.insert(at, (start, stop))
+        if runs and runs[-1][1] == start:  # as nearly always
+            start = runs.pop()[0]
+        runs.append((start, stop))
 
     def check(self, digests: Mapping[str, str] | None = None) -> None:
         """Refuse to serve unless every element was written, and (on request) hashes to what was sent.
@@ -197,8 +204,9 @@ class Transport:
     receiver says how it ended, and `_fail`, by which the sender does. Heads are JSON: nothing is unpickled.
     """
 
-    verify_s = 0.0  # seconds that the last call spent on hashes
-    receiving = False
+    verify_s, receiving = 0.0, False  # seconds that the last `receive` spent on hashes; whether it goes on
+    _put: Callable[[dict[str, Any], Tensor | None], None]
+    _get: Callable[[], tuple[dict[str, Any], Tensor | None]]
 
     def send(self, chunks: Iterable[Chunk], *, verify: bool = False) -> Sent:
         """Send all chunks; returns when the receiver took the last one.
@@ -210,34 +218,28 @@ class Transport:
             TransferError: the receiver is gone, or refused; its reason is in the message.
             StorageError: memory that is needed does not fit.
         """
-        count, size, seconds, hashes = 0, 0, dict.fromkeys(("cast", "wire", "verify"), 0.0), {}
+        count, size, seconds, hashes, source = 0, 0, Phases("cast", "wire", "verify"), {}, iter(chunks)
         try:
-            mark, source = time.perf_counter(), iter(chunks)
             while (chunk := next(source, None)) is not None:
-                now = time.perf_counter()
-                seconds["cast"], mark = seconds["cast"] + now - mark, now
-                data = as_bytes(chunk.data)
+                seconds.end("cast")
+                data, dtype = as_bytes(chunk.data), str(chunk.data.dtype).removeprefix("torch.")
                 if verify:
                     hashes.setdefault(chunk.name, hashlib.sha256()).update(data.cpu().numpy())
-                    now = time.perf_counter()
-                    seconds["verify"], mark = seconds["verify"] + now - mark, now
-                dtype = str(chunk.data.dtype).removeprefix("torch.")
+                    seconds.end("verify")
                 head = {"n": count, "name": chunk.name, "start": chunk.start, "len": len(chunk.data), "dtype": dtype}
                 self._put(head | {"bytes": len(data), "hash": verify}, data)
                 count, size = count + 1, size + len(data)
-                now = time.perf_counter()
-                seconds["wire"], mark = seconds["wire"] + now - mark, now
-            end = {"end": count, "size": size, "digests": {n: h.hexdigest() for n, h in hashes.items()}}
-            self._put(end, None)
+                seconds.end("wire")
+            self._put({"end": count, "size": size, "digests": {n: h.hexdigest() for n, h in hashes.items()}}, None)
             refused = self._settled()
-            seconds["wire"] += time.perf_counter() - mark
+            seconds.end("wire")
         except BaseException as problem:
             with suppress(Exception):  # what went wrong first is what is told
                 self._fail(f"{type(problem).__name__}: {problem}")
             raise
         if refused:
             raise TransferError(f"the receiver refused the update: {refused}")
-        return Sent(size, seconds)
+        return Sent(size, dict(seconds))
 
     def receive(self) -> Iterator[Chunk]:
         """Chunks as they come; ends when the sender says so and everything is there.
@@ -281,12 +283,6 @@ class Transport:
         self.receiving = False
         self._settle(problem)
 
-    def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
-        raise NotImplementedError
-
-    def _get(self) -> tuple[dict[str, Any], Tensor | None]:
-        raise NotImplementedError
-
     def _settle(self, problem: str) -> None: ...
 
     def _settled(self) -> str:
@@ -313,37 +309,31 @@ def load(
     Raises:
         TransferError, EngineError: the update is off on both sides; see the engine's mode for what serves.
     """
-    size, at, open_, seconds = 0, 0, False, dict.fromkeys(("wire", "load", "verify"), 0.0)
+    size, at, opened, seconds = 0, 0, False, Phases("wire", "load", "verify")
+    ways = [s for s in sources if isinstance(s, Transport)]
     try:
-        open_ = engine.begin_update(version, mode)
-        if not open_:
-            raise _Serves(f"version {version} serves already; ask for the engine's version before sending")
-        for at, source in enumerate(sources, 1):
-            mark, hashes = time.perf_counter(), isinstance(source, Transport)
-            incoming = source.receive() if isinstance(source, Transport) else source  # alive until it was told
+        opened = engine.begin_update(version, mode)
+        if not opened:
+            for way in ways:
+                way.settle(f"version {version} serves already; ask for the engine's version before sending")
+            return Sent(0, dict(seconds))
+        for source in sources:
+            incoming = source
+            if isinstance(source, Transport):
+                at, incoming = at + 1, source.receive()  # held until it was told, should writing fail
             for chunk in incoming:
-                got = time.perf_counter()
+                seconds.end("wire")
                 engine.write(chunk)
                 size += chunk.data.nbytes
-                now = time.perf_counter()
-                seconds["wire"] += got - mark
-                seconds["load"] += now - got
-                mark = now
-            seconds["wire"] += time.perf_counter() - mark - (source.verify_s if hashes else 0.0)
-            seconds["verify"] += source.verify_s if hashes else 0.0
-        mark = time.perf_counter()
+                seconds.end("load")
+            seconds.end("wire")
         engine.finish_update(digests)
-        seconds["verify" if digests else "load"] += time.perf_counter() - mark
+        seconds.end("verify" if digests else "load")
     except BaseException as problem:
-        if open_:
+        if opened:
             engine.abort_update()
-        for source in sources[max(0, at - 1) :]:  # whoever sends is not left waiting
-            if isinstance(source, Transport) and (source.receiving or source not in sources[:at]):
-                source.settle(str(problem))
-        if not isinstance(problem, _Serves):
-            raise
-    return Sent(size, seconds)
-
-
-class _Serves(Exception):
-    pass
+        for way in ways[at - 1 :] if at and ways[at - 1].receiving else ways[at:]:  # no sender is left waiting
+            way.settle(str(problem))
+        raise
+    hashed = sum(way.verify_s for way in ways)
+    return Sent(size, {"wire": seconds["wire"] - hashed, "load": seconds["load"], "verify": seconds["verify"] + hashed})
