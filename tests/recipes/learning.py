@@ -1,4 +1,7 @@
-"""What the tests of learning run in processes of their own: a model that half knows its task, and runs from there.
+"""What the tests of learning run in processes of their own: a model of careless demonstrations, and runs from there.
+
+It has learnt to spell words backward from 4,000 demonstrations of which 45 % are wrong, the word as it stands. So it
+knows how, and does it or does not: what rewards that say which answer was right can change, in few steps.
 
 Imported by the tests and by the processes that they start. One thread each, so that two run on two cores.
 """
@@ -24,15 +27,15 @@ from moekit.recipes import dpo, grpo, ppo, rl, sft
 from moekit.workloads import DPOConfig, GRPOConfig, PPOConfig
 
 TASK = {"name": "spell_backward", "min_word_len": 3, "max_word_len": 4}
-DEMONSTRATIONS, PROMPTS, HELD_OUT = 400, 4000, 300
+PROMPTS, HELD_OUT, WRONG = 4000, 300, 45  # per cent
 ROUTER = RouterLossConfig(balance=0.01)
 
 
 def start(folder: Path, seed: int = 0) -> dict[str, Any]:
-    """Data, tokenizer and the model that all runs start from: few demonstrations, many more questions."""
+    """Data, tokenizer and the model that all runs start from."""
     items = tasks.make_task(split="train", size=PROMPTS, **TASK)
     write(folder / "prompts.jsonl", items)
-    write(folder / "demonstrations.jsonl", items[:DEMONSTRATIONS])
+    write(folder / "demonstrations.jsonl", [careless(x) if n % 100 < WRONG else x for n, x in enumerate(items)])
     write(folder / "held_out.jsonl", tasks.make_task(split="heldout", size=HELD_OUT, seed=1, **TASK))
     for split, size in (("train", 1600), ("heldout", 200)):
         lines = tasks.make_pairs(split=split, size=size, **TASK)
@@ -43,12 +46,18 @@ def start(folder: Path, seed: int = 0) -> dict[str, Any]:
     shape = replace(preset("demo"), vocab=len(tokenizer), bos_id=tokenizer.bos_token_id,
                     eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)  # fmt: skip
     export(Transformer(shape, seed=seed), folder / "initial", folder / "tokenizer")
-    steps = 120
+    steps = 200
     learner = LearnerConfig(lr=3e-3, schedule="cosine", total_steps=steps, warmup_steps=10, router=ROUTER)
     return sft.train(SFTConfig(
         model=str(folder / "initial"), data=str(folder / "demonstrations.jsonl"), out=str(folder / "sft"),
         rows=DataConfig(length=128), steps=steps, batch_rows=16, microbatch_rows=16, learner=learner,
     ))  # fmt: skip
+
+
+def careless(item: dict[str, Any]) -> dict[str, Any]:
+    """The item, answered with the word as it stands."""
+    question, answer = item["messages"]
+    return item | {"messages": [question, answer | {"content": answer["content"][::-1]}]}
 
 
 def write(path: Path, items: Sequence[dict[str, Any]], keys: Sequence[str] = ("messages",)) -> None:
@@ -75,14 +84,14 @@ def run_grpo(folder: Path, seed: int) -> dict[str, Any]:
     """Groups whose answers are all right or all wrong are left out: they would cost time and teach nothing."""
     return grpo.train(GRPOConfig(
         **rl_settings(folder, f"grpo_{seed}", seed, GRPO_STEPS), prompts=96, drop_equal_groups=True,
-        learner=learner(GRPO_LR),
+        learner=learner(LR),
     ))  # fmt: skip
 
 
 def run_ppo(folder: Path, seed: int) -> dict[str, Any]:
     """With a critic that is smaller than the policy, and starts from nothing."""
     return ppo.train(PPOConfig(
-        **rl_settings(folder, f"ppo_{seed}", seed, PPO_STEPS), prompts=96, minibatches=2, learner=learner(PPO_LR),
+        **rl_settings(folder, f"ppo_{seed}", seed, PPO_STEPS), prompts=96, learner=learner(LR),
         critic="tiny", critic_learner=learner(3e-3),
     ))  # fmt: skip
 
@@ -97,9 +106,8 @@ def run_dpo(folder: Path, seed: int) -> dict[str, Any]:
     ))  # fmt: skip
 
 
-KL = 0.1  # holds a policy that learns nothing where it was: steps along noise would ruin it
-GRPO_STEPS, GRPO_LR = 125, 2e-4
-PPO_STEPS, PPO_LR = 90, 4e-4
+KL = 0.2  # holds a policy that learns nothing where it was: steps along noise would ruin it
+GRPO_STEPS, PPO_STEPS, LR = 40, 30, 1.5e-4
 DPO_STEPS = 60
 RUNS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "start": start,

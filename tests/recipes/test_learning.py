@@ -1,9 +1,10 @@
-"""The objectives teach: a half-trained model spells words backward better after GRPO, and prefers right answers after
-DPO; with rewards in any order nothing is learnt. PPO is in `learning.py` and not yet here: its gain was below the goal.
+"""The objectives teach: a model of careless demonstrations spells words backward better after GRPO and after PPO, and
+prefers right answers after DPO; with rewards in any order nothing is learnt.
 
 Fixed step counts, three seeds and a control, two runs at a time with one thread each.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,16 @@ def gains(found: list[dict[str, Any]]) -> list[float]:
     return [run["after"]["eval/exact"] - run["before"]["eval/exact"] for run in found]
 
 
-# Seen from 0.363: GRPO 0.550, 0.550, 0.577, its control 0.317 (and 0.02 without the KL); DPO 0.965, 0.975, 0.955. The
-# bounds of the control say that it does not learn; steps along noise may cost a little.
-@pytest.mark.parametrize("name", ["grpo"])
+# Seen from 0.307: GRPO 0.563, 0.593, 0.587, its control 0.297; PPO 0.557, 0.567, 0.540, its control 0.280; DPO 0.995,
+# 0.985, 0.965.
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_rewards_teach_and_shuffled_rewards_do_not(folder, name):
-    *learnt, control = gains(learning.several(name, folder, [*SEEDS, learning.CONTROL]))
+    found = learning.several(name, folder, [*SEEDS, learning.CONTROL])
+    *learnt, control = gains(found)
     assert min(learnt) >= 0.15, learnt
-    assert -0.15 < control < 0.05, control
+    share, items = found[-1]["before"]["eval/exact"], found[-1]["before"]["eval/items"]
+    noise = 2 * math.sqrt(2 * share * (1 - share) / items)  # two standard errors of a difference of two such shares
+    assert abs(control) < noise, (control, noise)
 
 
 def test_right_answers_are_preferred_to_those_to_other_questions(folder):
