@@ -38,8 +38,8 @@ def transfer_figure(
     unit, word = next(u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")) if bytes_ST.max() >= u[0])
     title = title or f"{number(bytes_ST.sum() / unit)} {word} from {S} process{'es' * (S > 1)} to {T}"
     bars = list(seconds)
-    fig = figure(title, subtitle, width=980, height=190 + max(34 * S, 44 * len(bars), 90), barmode="stack", bargap=0.4,
-                 margin={"t": 128, "b": 62, "l": 66, "r": 70}, hovermode="closest")  # fmt: skip
+    fig = figure(title, subtitle, width=980, height=190 + max(34 * S, 44 * len(bars), 90), barmode="stack", bargap=0.5,
+                 margin={"t": 128, "b": 62, "l": 84, "r": 60}, hovermode="closest")  # fmt: skip
     sources, targets = [str(s) for s in range(S)], [str(t) for t in range(T)]
     cells = [[number(float(f"{v / unit:.3g}")) if v else "" for v in row] for row in bytes_ST]
     shown = np.where(bytes_ST > 0, bytes_ST / unit, np.nan)
