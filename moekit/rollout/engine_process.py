@@ -70,30 +70,25 @@ class EngineProcess:
         device: torch.device | str | None = None, weights: Callable[[], Iterable[Chunk]] | None = None,
         stall_s: float = 300.0, start_s: float = 120.0, chunk_bytes: int = CHUNK,
     ):  # fmt: skip
-        if dtype is not None and dtype not in DTYPES:
+        if (dtype := dtype or "float32") not in DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-        self.config, self.dtypes = config, dtypes(config, DTYPES[dtype or "float32"])
-        self.counter, self.stats, self.restarts, self.busy_s = RowCounter.of(config, "engine"), Stats(), 0, 0.0
+        self.config, self.dtypes = config, dtypes(config, DTYPES[dtype])
+        self.counter, self.stats, self.restarts = RowCounter.of(config, "engine"), Stats(), 0
         for name in ("prefill", "decode", "score"):
             self.counter.pass_name = name
-        how = {"dtype": dtype or "float32", "slots": slots, "ahead": ahead, "device": device and str(device)}
-        self._how, self._weights, self._version, self._broken = how, weights, 0, "no weights were given to it yet"
-        self._lock, self._go, self._paused_by = threading.RLock(), threading.Event(), 0
-        self._go.set()
-        self._host = _Host(stall_s, start_s, chunk_bytes)
+        how = {"dtype": dtype, "slots": slots, "ahead": ahead, "device": device and str(device)}
+        hello = {"model": config.to_dict(), "how": how, "threads": torch.get_num_threads(), "choices": ops.choices()}
+        self._weights, self.version, self._broken = weights, 0, "no weights were given to it yet"
+        self._free, self._paused_by = threading.Condition(), 0
+        self._host = _Host(hello, stall_s, start_s, chunk_bytes)
         self.close = weakref.finalize(self, self._host.close)  # by hand, by the garbage collector or at exit, once
-        self._start()
+        self._host.start()
 
     @property
     def capabilities(self) -> Capabilities:
         """As the embedded engine's; answers that run are finished before an update."""
-        return Capabilities("process", True, bool(self.config.moe_layers), True, True, True, True,
-                            ("atomic", "in_place"), ("finish",))  # fmt: skip
-
-    @property
-    def version(self) -> int:
-        """Of the weights that serve now."""
-        return self._version
+        can = (True, bool(self.config.moe_layers), True, True, True, True)
+        return Capabilities("process", *can, ("atomic", "in_place"), ("finish",))
 
     @property
     def pid(self) -> int:
@@ -111,49 +106,14 @@ class EngineProcess:
             ConfigError: as the embedded engine.
             EngineError: paused by this thread, without weights, or the process dies again and again.
         """
-        ids = list(range(len(prompts))) if prompt_ids is None else list(prompt_ids)
-        for name, given in (("prompt_ids", ids), ("limits", limits)):
-            if given is not None and len(given) != len(prompts):
-                raise ConfigError(f"{len(prompts)} prompts, but {len(given)} {name}; give one for each")
-        out, found = [Rollout(list(p), None, []) for p in prompts], dict[tuple[int, int], Answer]()
-        with self._turn():
-            tries = 0
-            while missing := [i for i in range(len(out)) if any((i, s) not in found for s in range(sampling.n))]:
-                request = {"prompts": [out[i].prompt for i in missing], "ids": [ids[i] for i in missing],
-                           "limits": limits and [limits[i] for i in missing]}  # fmt: skip
-                before = len(found)
-                try:
-                    for at, sample, answer, experts in self._answers("generate", sampling, request):
-                        i = missing[at]
-                        if experts is not None:
-                            out[i].prompt_experts = experts
-                        if (i, sample) not in found:
-                            found[i, sample] = answer
-                            if told:
-                                told(len(found), len(out) * sampling.n)
-                except _Gone as problem:
-                    tries = 1 if len(found) > before else tries + 1
-                    self._restart(problem, tries)
-        for i, rollout in enumerate(out):
-            rollout.answers = [found[i, s] for s in range(sampling.n)]
-        return out
+        columns = {"prompt_ids": list(range(len(prompts))) if prompt_ids is None else prompt_ids, "limits": limits}
+        return self._collect("generate", prompts, [sampling.n] * len(prompts), sampling, columns, told)
 
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]], sampling: Sampling
     ) -> list[Rollout]:
         """As `EmbeddedEngine.score`."""
-        request = {"prompts": [list(p) for p in prompts], "answers": [[list(a) for a in group] for group in answers]}
-        with self._turn():
-            for tries in range(1, TRIES + 2):
-                out = [Rollout(p, None, []) for p in request["prompts"]]
-                try:
-                    for at, _, answer, experts in self._answers("score", sampling, request):
-                        out[at].answers.append(answer)
-                        out[at].prompt_experts = experts if experts is not None else out[at].prompt_experts
-                    return out
-                except _Gone as problem:
-                    self._restart(problem, tries)
-        raise AssertionError
+        return self._collect("score", prompts, [len(group) for group in answers], sampling, {"answers": answers})
 
     def update(self, source: Iterable[Chunk], version: int, mode: str = "atomic", *, verify: bool = False) -> Sent:
         """Send weights; `version` serves when this returns. Answers that run are finished first.
@@ -172,8 +132,8 @@ class EngineProcess:
             EngineError: the process died, and there are no `weights` to start another one with.
         """
         self.capabilities.need(updates=mode)
-        with self._lock:
-            if version == self._version and not self._broken:
+        with self._free:
+            if version == self.version and not self._broken:
                 return Sent()
             source = iter(source)
             try:
@@ -181,7 +141,7 @@ class EngineProcess:
             except _Gone as problem:
                 for _ in source:  # who makes them may keep them, or others may be waiting for us to take them
                     pass
-                self._version = version
+                self.version = version
                 return self._restart(problem, 1)
 
     def update_weights(self, source: Mapping[str, Tensor] | Transformer, version: int, mode: str = "atomic") -> None:
@@ -191,30 +151,31 @@ class EngineProcess:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
         values = source.state_dict() if isinstance(source, Transformer) else source
-        own = held(Transformer(self.config, device="meta", seed=None))
-        shapes = {n: tuple(t.shape) for n, t in values.items()}
-        if wrong := sorted(n for n in own.keys() | shapes.keys() if n not in own or shapes.get(n) != own[n][0].shape):
-            raise ConfigError(f"the update and the model differ in {wrong[0]} ({len(wrong)} tensors); send all of them")
-        mine = {n: (piece, values[n].detach().reshape(-1)) for n, (piece, _) in own.items()}
+        own = {n: piece for n, (piece, _) in held(Transformer(self.config, device="meta", seed=None)).items()}
+        wrong = {n: tuple(t.shape) for n, t in values.items()}.items() ^ {n: p.shape for n, p in own.items()}.items()
+        if wrong:
+            raise ConfigError(f"the update and the model differ in {min(wrong)[0]} (of {len(wrong)}); send all of them")
+        mine = {n: (piece, values[n].detach().reshape(-1)) for n, piece in own.items()}
         self.update(chunks(mine, None, self.dtypes, self._host.chunk_bytes), version, mode)
 
     def pause(self) -> None:
         """Sample nothing more until `resume`; waits for the answers under way in another thread."""
-        with self._lock:
+        with self._free:
             self._paused_by = threading.get_ident()
-            self._go.clear()
 
     def resume(self) -> None:
         """Go on."""
-        self._go.set()
+        with self._free:
+            self._paused_by = 0
+            self._free.notify_all()
 
     def metrics(self) -> dict[str, float]:
         """What was done since the last call, and how often a process was started again in all. What a process did not
         tell before it died is not counted."""
-        with self._lock:
-            found, self.stats, self.busy_s = dict[str, float](), Stats(), 0.0
+        with self._free:
+            found, self.stats = dict[str, float](), Stats()
             with suppress(_Gone):  # the next request sees it, too
-                found = next(h["metrics"] for h, _ in self._host.ask({"op": "metrics"}) if "done" in h)
+                found = next(self._host.ask({"op": "metrics"}))[0]["metrics"]
             return found | {"engine/restarts": float(self.restarts)}
 
     # ---- inside ----
@@ -222,62 +183,76 @@ class EngineProcess:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The line to the process, for one request."""
-        while True:
-            if not self._go.is_set() and self._paused_by == threading.get_ident():
+        with self._free:
+            if self._paused_by == threading.get_ident():
                 raise EngineError("the engine is paused by this thread; call resume() first")
-            self._go.wait()
-            with self._lock:
-                if not self._go.is_set():
-                    continue
-                if self._broken:
-                    raise EngineError(f"the engine cannot sample: {self._broken}; update the weights")
-                began = time.perf_counter()
+            self._free.wait_for(lambda: not self._paused_by)
+            if self._broken:
+                raise EngineError(f"the engine cannot sample: {self._broken}; update the weights")
+            yield
+
+    def _collect(
+        self, op: str, prompts: Sequence[Sequence[int]], counts: list[int], how: Sampling,
+        columns: dict[str, Any], told: Told | None = None,
+    ) -> list[Rollout]:  # fmt: skip
+        """`counts` answers to each prompt; a process that dies is replaced, and asked for the prompts that miss one."""
+        for name, column in columns.items():
+            if column is not None and len(column) != len(prompts):
+                raise ConfigError(f"{len(prompts)} prompts, but {len(column)} {name}; give one for each")
+        out, tries = [Rollout(list(p), None, []) for p in prompts], 0
+        found: list[dict[int, Answer]] = [{} for _ in prompts]
+        with self._turn():
+            while missing := [i for i, n in enumerate(counts) if len(found[i]) < n]:
+                request = {name: column and [column[i] for i in missing] for name, column in columns.items()}
+                request |= {"op": op, "sampling": how.to_dict(), "prompts": [out[i].prompt for i in missing]}
+                before = sum(map(len, found))
                 try:
-                    yield
-                finally:
-                    self.busy_s += time.perf_counter() - began
-                return
+                    for head, t in self._host.ask(request):
+                        if "done" in head:
+                            self._count(head, t)
+                            continue
+                        i, sample = missing[head["prompt"]], head["sample"]
+                        out[i].prompt_experts = t.get("prompt_experts", out[i].prompt_experts)
+                        if sample not in found[i]:
+                            of = (t["ids"].tolist(), t["logprobs"], t.get("experts"), t["version"], head["finish"])
+                            found[i][sample] = Answer(*of)
+                            if told:
+                                told(sum(map(len, found)), sum(counts))
+                except _Gone as problem:
+                    tries = 1 if sum(map(len, found)) > before else tries + 1
+                    self._restart(problem, tries)
+        for rollout, answers in zip(out, found):
+            rollout.answers = [answers[s] for s in range(len(answers))]
+        return out
 
-    def _answers(
-        self, op: str, sampling: Sampling, request: dict[str, Any]
-    ) -> Iterator[tuple[int, int, Answer, Tensor | None]]:
-        for head, t in self._host.ask({"op": op, "sampling": sampling.to_dict(), **request}):
-            if "prompt" in head:
-                a = Answer(t["ids"].tolist(), t["logprobs"], t.get("experts"), t["version"], head["finish"])
-                yield head["prompt"], head["sample"], a, t.get("prompt_experts")
-                continue
-            vars(self.stats).update(head["stats"])
-            told = RowCounter.of(self.config, "engine")
-            for name, buffer in t.items():
-                told.pass_name = name
-                told.measures["engine", name].buffer.copy_(buffer)
-            self.counter.add(told)
-
-    def _start(self) -> None:
-        self._host.start({"model": self.config.to_dict(), "how": self._how, "threads": torch.get_num_threads(),
-                          "choices": ops.choices()})  # fmt: skip
+    def _count(self, head: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+        vars(self.stats).update(head["stats"])
+        done = RowCounter.of(self.config, "engine")
+        for name, buffer in buffers.items():
+            done.pass_name = name
+            done.measures["engine", name].buffer.copy_(buffer)
+        self.counter.add(done)
 
     def _push(self, source: Iterator[Chunk], version: int, mode: str, verify: bool = False) -> Sent:
         if mode == "in_place":
             self._broken = "an update in place was not finished"
-        sent, head = self._host.push(source, {"op": "update", "version": version, "mode": mode}, verify)
-        self._version, self._broken = version, ""
-        theirs = {p: s for p, s in head["seconds"].items() if p != "wire"}  # theirs is the time they wait for us
-        return sent + Sent(0, theirs)
+        sent, theirs = self._host.push(source, version, mode, verify)
+        self.version, self._broken = version, ""
+        return sent + Sent(0, {p: s for p, s in theirs.items() if p != "wire"})  # their wire is waiting for us
 
     def _restart(self, problem: _Gone, tries: int) -> Sent:
         """Another process with the same weights."""
         if self._weights is None or tries > TRIES or self._host.closed:
             how = (
-                "give weights= to start another one" if self._weights is None else f"{self.restarts} were started again"
+                "give weights= to start another one" if self._weights is None else f"{self.restarts} came in its place"
             )
             self._broken = "its process has died"
             raise EngineError(f"the engine's process {problem}; {how}") from None
         print(f"the engine's process {problem}; it is started again", file=sys.stderr, flush=True)
         self.restarts += 1
         try:
-            self._start()
-            return self._push(iter(self._weights()), self._version, "in_place")
+            self._host.start()
+            return self._push(iter(self._weights()), self.version, "in_place")
         except _Gone as again:
             return self._restart(again, tries + 1)
 
@@ -285,60 +260,54 @@ class EngineProcess:
 class _Host:
     """The process that serves now, and the lines to it; holds no reference to the engine."""
 
-    def __init__(self, stall_s: float, start_s: float, chunk_bytes: int):
-        self.stall_s, self.start_s, self.chunk_bytes, self.closed = stall_s, start_s, chunk_bytes, False
+    def __init__(self, hello: dict[str, Any], stall_s: float, start_s: float, chunk_bytes: int):
+        self.hello, self.stall_s, self.start_s, self.chunk_bytes = hello, stall_s, start_s, chunk_bytes
         self.starter = ThreadPoolExecutor(1)  # a process dies with the thread that started it: one that lasts
         self.process: Any = None
         self.ring: SharedRing | None = None
-        self.number = 0  # of the last request
+        self.closed, self.number = False, 0  # of the last request
 
-    def start(self, hello: dict[str, Any]) -> None:
+    def start(self) -> None:
         """A process in place of the one before."""
         self.kill()
         (self.line, theirs), (self.lines, others) = socket.socketpair(), socket.socketpair()
-        self.stream, self.ring, null = self.line.makefile("rb"), None, subprocess.DEVNULL
-        fds = [theirs.fileno(), others.fileno()]
+        self.stream, fds, null = self.line.makefile("rb"), [theirs.fileno(), others.fileno()], subprocess.DEVNULL
         command = [sys.executable, "-P", "-m", "moekit.rollout.engine_server", *map(str, fds), str(os.getpid())]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        how: dict[str, Any] = {"env": env, "pass_fds": fds, "stdin": null, "stdout": null, "start_new_session": True}
         with theirs, others:  # a session of its own: Ctrl-C does not reach it
-            self.process = self.starter.submit(
-                subprocess.Popen, command, env=env, pass_fds=fds, stdin=null, stdout=null, start_new_session=True
-            ).result()
+            self.process = self.starter.submit(subprocess.Popen, command, **how).result()
         try:
-            put(self.line, hello)
+            put(self.line, self.hello)
             self.line.settimeout(self.start_s)
             take(self.stream)
-        except (EOFError, OSError):
+        except LOST:
             problem = f"did not start within {self.start_s:g} s (exit code {self.kill()})"
             raise BackendError(f"the engine's process {problem}; its stderr says why") from None
 
     def ask(self, request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
         """Replies, the last one with "done". Raises _Gone, or what went wrong there."""
-        try:
+        with self.watched():
             self.say(request)
             yield from self.replies()
-        except LOST as problem:
-            raise self.gone(problem) from None
 
-    def push(self, source: Iterator[Chunk], request: dict[str, Any], verify: bool) -> tuple[Sent, dict[str, Any]]:
-        """Weights through the ring, which is made anew after a failure."""
+    def push(self, source: Iterator[Chunk], version: int, mode: str, verify: bool) -> tuple[Sent, dict[str, float]]:
+        """Weights through the ring, which is made anew after a failure. Returns what was sent, and their seconds."""
+        request = {"op": "update", "version": version, "mode": mode, "timeout": self.stall_s, "new": self.ring is None}
         try:
-            if self.ring is None:
-                self.say({"op": "ring", "timeout": self.stall_s})
-                mine, theirs = socket.socketpair()
-                with theirs:
-                    socket.send_fds(self.lines, [b"r"], [theirs.fileno()])
-                self.ring = SharedRing.make(mine, chunk_bytes=self.chunk_bytes, timeout=self.stall_s)
-                list(self.replies())
-            self.say(request)
-            try:
-                sent = self.ring.send(source, verify=verify)
-            except BaseException as problem:
-                list(self.replies())  # raises what the engine says of it
-                raise problem from None
-            return sent, [head for head, _ in self.replies()][-1]
-        except LOST as problem:
-            raise self.gone(problem) from None
+            with self.watched():
+                self.say(request)
+                if self.ring is None:
+                    mine, theirs = socket.socketpair()
+                    with theirs:
+                        socket.send_fds(self.lines, [b"r"], [theirs.fileno()])
+                    self.ring = SharedRing.make(mine, chunk_bytes=self.chunk_bytes, timeout=self.stall_s)
+                try:
+                    sent = self.ring.send(source, verify=verify)
+                except BaseException as problem:
+                    list(self.replies())  # raises what the engine says of it
+                    raise problem from None
+                return sent, next(self.replies())[0]["seconds"]
         except BaseException:
             self.ring = None
             raise
@@ -352,28 +321,30 @@ class _Host:
         put(self.line, {**request, "number": self.number})
 
     def replies(self) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-        """What comes until the request is done."""
-        at, since = None, time.monotonic()
-        while True:
+        """What comes until the request is done, but for what belongs to one that was given up."""
+        at, since, head = None, time.monotonic(), dict[str, Any]()
+        while "done" not in head:
             head, tensors = take(self.stream)
-            if head["number"] != self.number:
-                continue  # of a request that was given up
-            if "beat" not in head or head["beat"] != at:
-                at, since = head.get("beat", at), time.monotonic()
+            if head.pop("number") != self.number:
+                head = {}
+            elif "error" in head:
+                raise getattr(errors, head["error"])(head["message"])
+            elif head.get("beat") != at or at is None:
+                at, since = head.get("beat"), time.monotonic()
             elif time.monotonic() - since > self.stall_s:
                 raise TimeoutError
-            if "error" in head:
-                raise getattr(errors, head["error"])(head["message"])
-            if "beat" not in head:
+            if head and "beat" not in head:
                 yield head, tensors
-            if "done" in head:
-                return
 
-    def gone(self, problem: Exception) -> _Gone:
-        """What to say of a process that is dead or stuck; it is dead afterwards."""
-        stuck = isinstance(problem, TimeoutError)
-        code = self.kill()
-        return _Gone(f"made no step for {self.stall_s:g} s and was killed" if stuck else f"died with exit code {code}")
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A process that is dead or stuck is killed, and _Gone says so."""
+        try:
+            yield
+        except LOST as problem:
+            code, stuck = self.kill(), isinstance(problem, TimeoutError)
+            why = f"made no step for {self.stall_s:g} s and was killed" if stuck else f"died with exit code {code}"
+            raise _Gone(why) from None
 
     def kill(self) -> int:
         """End the process; its exit code."""
@@ -384,9 +355,7 @@ class _Host:
                 os.killpg(self.process.pid, signal.SIGKILL)
         for end in (self.stream, self.line, self.lines):
             end.close()
-        if self.ring is not None:
-            self.ring.close()
-            self.ring = None
+        self.ring = None
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(10.0)
         return -signal.SIGKILL

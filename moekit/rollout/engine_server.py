@@ -25,12 +25,12 @@ from .. import ops
 from ..config import ModelConfig
 from ..errors import MoekitError
 from .embedded import EmbeddedEngine
-from .engine import Answer, Sampling
+from .engine import Sampling
 from .reward_worker import die_with, say
 from .shared_ring import SharedRing
 from .weight_transfer import load
 
-BEAT = 0.5  # seconds between signs of life while a request is served
+BEAT = 0.5  # seconds between signs of life
 
 
 def put(line: socket.socket, head: Mapping[str, Any], tensors: Mapping[str, Tensor | None] | None = None) -> None:
@@ -46,19 +46,15 @@ def take(stream: BinaryIO) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The next message. Raises EOFError: the other end is gone."""
 
     def read(n: int) -> bytearray:
-        data = bytearray(stream.read(n))
-        if len(data) < n:
+        if len(data := bytearray(stream.read(n))) < n:
             raise EOFError
         return data
 
-    head = json.loads(read(int.from_bytes(read(8), "little")))
-    tensors = {}
+    head, tensors = json.loads(read(int.from_bytes(read(8), "little"))), {}
     for name, kind, shape in head.pop("tensors"):
-        dtype = getattr(torch, kind)
-        size = dtype.itemsize * torch.Size(shape).numel()
-        tensors[name] = (
-            torch.frombuffer(read(size), dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
-        )
+        out = tensors[name] = torch.empty(shape, dtype=getattr(torch, kind))
+        if out.numel():
+            out.view(-1).copy_(torch.frombuffer(read(out.nbytes), dtype=out.dtype))
     return head, tensors
 
 
@@ -74,73 +70,64 @@ def main(line: socket.socket, lines: socket.socket) -> None:
     torch.set_num_threads(hello["threads"])
     ops.replay_choices(hello["choices"])
     engine = EmbeddedEngine(ModelConfig.from_dict(hello["model"]), **hello["how"])
-    asked: queue.SimpleQueue = queue.SimpleQueue()
-    one, busy, rings = threading.Lock(), threading.Event(), list[SharedRing]()
+    asked: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    one, ring = threading.Lock(), list[SharedRing]()
+    r: dict[str, Any] = {"number": 0, "op": "wait"}  # the request that is served
 
     def listen() -> None:
         try:
             while True:
-                asked.put(take(stream))
+                asked.put(take(stream)[0])
         except (EOFError, OSError):
             os._exit(0)
 
     def tell(head: dict[str, Any], tensors: Mapping[str, Tensor | None] | None = None) -> None:
         with one:
-            put(line, {**head, "number": number}, tensors)
+            put(line, {**head, "number": r["number"]}, tensors)
 
     def beat() -> None:
-        while busy.wait():
+        while True:
             time.sleep(BEAT)
-            done = engine.stats.steps + engine.stats.prompts_read
-            tell({"beat": done if generating else time.monotonic()})
+            if r["op"] != "wait":
+                tell({"beat": engine.stats.steps + engine.stats.prompts_read if r["op"] == "generate" else time.time()})
 
-    def answer(prompt: int, sample: int, a: Answer, experts: Tensor | None) -> None:
-        told = {"ids": torch.tensor(a.ids, dtype=torch.int64), "logprobs": a.logprobs, "version": a.version}
-        tell({"prompt": prompt, "sample": sample, "finish": a.finish},
-             told | {"experts": a.experts, "prompt_experts": experts})  # fmt: skip
-
-    def serve(op: str, r: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        if op == "generate":
-            seen = set()
-            for f in engine.stream(
-                r["prompts"], Sampling.from_dict(r["sampling"]), prompt_ids=r["ids"], limits=r["limits"]
-            ):
-                answer(f.prompt, f.sample, f.answer, None if f.prompt in seen else f.prompt_experts)
-                seen.add(f.prompt)
-        elif op == "score":
-            found = engine.score(r["prompts"], r["answers"], Sampling.from_dict(r["sampling"]))
-            for p, rollout in enumerate(found):
-                for s, a in enumerate(rollout.answers):
-                    answer(p, s, a, None if s else rollout.prompt_experts)
-        elif op == "ring":
-            rings[:] = [SharedRing.open(socket.socket(fileno=socket.recv_fds(lines, 1, 1)[1][0]), timeout=r["timeout"])]
-        elif op == "update":
-            sent = load(engine, r["version"], r["mode"], rings[0])
-            return {"bytes": sent.bytes, "seconds": sent.seconds}, {}
-        elif op == "metrics":
+    def serve() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        if r["op"] == "update":
+            if r["new"]:
+                fd = socket.recv_fds(lines, 1, 1)[1][0]
+                ring[:] = [SharedRing.open(socket.socket(fileno=fd), timeout=r["timeout"])]
+            return {"seconds": load(engine, r["version"], r["mode"], *ring).seconds}, {}
+        if r["op"] == "metrics":
             return {"metrics": engine.metrics()}, {}
-        stats = {n: v for n, v in vars(engine.stats).items() if isinstance(v, int | float)}
+        how, seen = Sampling.from_dict(r["sampling"]), set[int]()
+        if r["op"] == "generate":
+            stream = engine.stream(r["prompts"], how, prompt_ids=r["prompt_ids"], limits=r["limits"])
+            found = ((f.prompt, f.sample, f.answer, f.prompt_experts) for f in stream)
+        else:
+            scored = enumerate(engine.score(r["prompts"], r["answers"], how))
+            found = ((i, s, a, x.prompt_experts) for i, x in scored for s, a in enumerate(x.answers))
+        for i, sample, a, experts in found:
+            told = {"ids": torch.tensor(a.ids, dtype=torch.int64), "logprobs": a.logprobs, "version": a.version}
+            told |= {"experts": a.experts, "prompt_experts": None if i in seen else experts}
+            tell({"prompt": i, "sample": sample, "finish": a.finish}, told)
+            seen.add(i)
         counts = {name: m.buffer.clone() for (_, name), m in engine.counter.measures.items() if m.buffer.any()}
         engine.counter.reset()
-        return {"stats": stats}, counts
+        return {"stats": {n: v for n, v in vars(engine.stats).items() if isinstance(v, int | float)}}, counts
 
-    generating, number = False, 0
     for target in (listen, beat):
         threading.Thread(target=target, daemon=True).start()
     tell({"done": True})
     while True:
-        request, _ = asked.get()
-        generating, number = request["op"] == "generate", request["number"]
-        busy.set()
+        r["op"] = "wait"
+        r = asked.get()
         try:
-            head, tensors = serve(request["op"], request)
-            told: dict[str, Any] = {"done": True, "version": engine.version, **head}
+            head, tensors = serve()
+            told: dict[str, Any] = {"done": True, **head}
         except Exception as problem:  # noqa: BLE001 (whatever it is, the owner says it)
-            kind = type(problem).__name__ if isinstance(problem, MoekitError) else "EngineError"
-            told, tensors = {"error": kind, "message": str(problem) if kind != "EngineError" else say(problem)}, {}
-            if request["op"] == "update":
-                rings.clear()
-        busy.clear()
+            own = isinstance(problem, MoekitError)
+            told = {"error": type(problem).__name__ if own else "EngineError"}
+            told, tensors = told | {"message": str(problem) if own else say(problem)}, {}
         tell(told, tensors)
 
 
