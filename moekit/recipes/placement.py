@@ -8,7 +8,9 @@ to the rank's engine; nothing is put together that the engine does not keep.
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -19,21 +21,24 @@ from torch import Tensor
 from ..checkpoint.intervals import Piece
 from ..errors import ConfigError
 from ..learner.learner import Learner
-from ..learner.mesh import World
 from ..model.transformer import Part, Transformer
 from ..rollout.embedded import DTYPES, EmbeddedEngine
 from ..rollout.engine_process import EngineProcess
-from ..rollout.weight_plan import Send, WeightPlan, dtypes, held, plan
+from ..rollout.weight_plan import Send, dtypes, held, plan
 from ..rollout.weight_transfer import CHUNK, Chunk, Sent, chunks, load
 from ..workloads import RLConfig
 
 PROBE = 1 << 24  # bytes of the copy that the floor is measured with
+CUT = CHUNK // 8  # elements of a chunk between ranks; both sides cut alike, and an element has eight bytes at most
+PHASES = ("cast", "wire", "load", "verify")
+MOVED = [f"transfer/{name}" for name in ("plan_s", *(f"{p}_s" for p in PHASES), "floor_s", "bytes")]
 
 
 class Weights:
     """The learner's weights on their way to this rank's engine.
 
-    `moved` is what the last call of `give` took; `plan_s` the seconds of planning, which is done once.
+    `moved` is what the last call of `give` took, `wired` the bytes that it sent to other ranks; `plan_s` the seconds of
+    planning, which is done once.
 
     Args:
         learner: whose.
@@ -45,41 +50,69 @@ class Weights:
         shape, self.own = learner.model.config, held(learner.model)
         self.pieces = {n: p for n, (p, _) in held(Transformer(shape, device="meta", seed=None)).items()}
         self.dtypes = dtypes(shape, DTYPES[config.rollout_dtype or config.dtype])
-        everything, ranks = list(self.pieces.values()), range(self.world.size)
-        have = self.world.gather([p for p, _ in self.own.values()])
-        sizes = {n: d.itemsize for n, d in self.dtypes.items()}
-        self.plan: WeightPlan = plan(have, [everything] * self.world.size, sizes, near=list(ranks))
-        # one who starts an engine again has the weights that it served: others may train on, and be elsewhere
-        keeps = config.engine == "process" and (bool(config.staleness) or bool(self.plan.wire_ST.any()))
-        self.kept = {n: torch.empty(len(p), dtype=self.dtypes[n]) for n, p in self.pieces.items()} if keeps else None
-        self.plan_s, self.waited, self.sent_bytes = time.perf_counter() - began, 0.0, 0
-        self.floor_s = int(self.plan.bytes_ST.sum(0).max()) / _bandwidth()
+        have, sizes = (
+            self.world.gather([p for p, _ in self.own.values()]),
+            {n: d.itemsize for n, d in self.dtypes.items()},
+        )
+        want, ranks = [list(self.pieces.values())] * self.world.size, list(range(self.world.size))
+        self.plan = plan(have, want, sizes, near=ranks)
+        # who starts an engine again needs the weights that it served: others may train on, or hold a part of them
+        keeps = config.engine == "process" and (config.staleness > 0 or bool(self.plan.wire_ST.any()))
+        self.kept = {n: torch.empty(len(p), dtype=self.dtypes[n]) for n, p in self.pieces.items()} if keeps else {}
         size = sum(len(p) * sizes[n] for n, p in self.pieces.items())
-        self.engine_bytes = size * (2 if keeps else 1)  # of weights that are there for the engine
+        self.engine_bytes = size * (1 + keeps)  # of weights that are there for the engine
+        self.plan_s, self.waited, self.wired = time.perf_counter() - began, 0.0, 0
         self.moved, self.version = Sent(), -1
+        a, b = torch.ones(2, PROBE, dtype=torch.uint8)
+        self.floor_s = size / PROBE * min(timeit.repeat(lambda: a.copy_(b), number=1, repeat=3))
 
     def give(self, engine: Any, mode: str) -> None:
         """Bring the learner's newest version to the engine; nothing moves where it is there. A collective.
 
         `engine`: embedded, or with an `update(chunks, version, mode)` that takes all of them and returns `Sent`."""
         version = self.learner.updates
-        self.moved, self.waited, self.sent_bytes = Sent(), 0.0, 0
+        self.moved, self.waited, self.wired = Sent(), 0.0, 0
         if version == self.version:
             return
         if isinstance(engine, EmbeddedEngine):
             self.moved = load(engine, version, mode, self.chunks())
-        else:
-            sent = engine.update(self.chunks(), version, mode)
-            others = {"cast": -self.waited, "wire": self.waited}  # the ring waited for ranks, not for a cast
-            self.moved = sent + Sent(0, others)
+        else:  # which waited for ranks, not for a cast
+            self.moved = engine.update(self.chunks(), version, mode)
+            self.moved += Sent(0, {"cast": -self.waited, "wire": self.waited})
         self.version = version
 
     def chunks(self) -> Iterator[Chunk]:
-        """Every element of every parameter and buffer once. A collective."""
-        for chunk in exchange(self.world, self.plan, self._held(), self.dtypes, self):
-            if self.kept is not None:
-                self.kept[chunk.name][chunk.start : chunk.start + len(chunk.data)] = chunk.data
-            yield chunk
+        """Every element of every parameter and buffer once: what is here first, then, in turn k, rank r gives to r + k
+        and takes from r - k. A collective."""
+        own, rank, size = self._held(), self.world.rank, self.world.size
+        sends = {(s.source, s.target): list[Send]() for s in self.plan.sends}
+        for s in self.plan.sends:
+            cuts = range(s.start, s.stop, CUT)
+            sends[s.source, s.target] += [replace(s, start=at, stop=min(at + CUT, s.stop)) for at in cuts]
+        for turn in range(size):
+            to, source = (rank + turn) % size, (rank - turn) % size
+            mine = chunks(own, sends.get((rank, to), []), self.dtypes)
+            for pair in zip_longest(mine, sends.get((source, rank), []) if turn else []):
+                chunk = self._swap(*pair, to, source) if turn else pair[0]
+                if chunk is not None and self.kept:
+                    self.kept[chunk.name][chunk.start : chunk.start + len(chunk.data)] = chunk.data
+                if chunk is not None:
+                    yield chunk
+
+    def _swap(self, out: Chunk | None, into: Send | None, to: int, source: int) -> Chunk | None:
+        """One chunk to a rank, one from another, side by side."""
+        began, found, work = time.perf_counter(), None, []
+        if out is not None:
+            self.wired += out.data.nbytes
+            work.append(dist.P2POp(dist.isend, out.data.contiguous(), group=self.world.group, group_peer=to))
+        if into is not None:
+            data = torch.empty(len(into), dtype=self.dtypes[into.name], device=self.learner.model.device)
+            found = Chunk(into.name, into.start, data)
+            work.append(dist.P2POp(dist.irecv, data, group=self.world.group, group_peer=source))
+        for one in dist.batch_isend_irecv(work):
+            one.wait()
+        self.waited += time.perf_counter() - began
+        return found
 
     def _held(self) -> dict[str, tuple[Piece, Tensor]]:
         model = self.learner.model
@@ -91,93 +124,36 @@ class Weights:
 
     def again(self) -> Iterable[Chunk]:
         """The version that was given last, on this rank alone."""
-        if self.kept is None:
-            return chunks(self._held(), None, self.dtypes)
-        return chunks({n: (self.pieces[n], flat) for n, flat in self.kept.items()})
+        kept = {n: (self.pieces[n], flat) for n, flat in self.kept.items()}
+        return chunks(kept or self._held(), None, self.dtypes)
 
     def metrics(self) -> dict[str, float]:
         """Of the last transfer: seconds by phase, of the slowest rank; bytes of all; the time of one copy of what a
         rank takes, as fast as this machine copies memory. A collective."""
-        phases = ("cast", "wire", "load", "verify")
-        spent = [self.moved.seconds.get(p, 0.0) for p in phases]
-        *seconds, plan_s, floor_s = self.world.max_list([*spent, self.plan_s, self.floor_s])
-        (size,) = self.world.sum_list([self.moved.bytes])
+        spent = [self.plan_s, *(self.moved.seconds.get(p, 0.0) for p in PHASES), self.floor_s]
+        seconds, (size,) = self.world.max_list(spent), self.world.sum_list([self.moved.bytes])
         self.plan_s = 0.0
-        return {"transfer/plan_s": plan_s, **{f"transfer/{p}_s": s for p, s in zip(phases, seconds)},
-                "transfer/bytes": size, "transfer/floor_s": floor_s}  # fmt: skip
-
-
-def exchange(
-    world: World, plan: WeightPlan, own: dict[str, tuple[Piece, Tensor]], kinds: dict[str, torch.dtype],
-    told: Weights,
-) -> Iterator[Chunk]:  # fmt: skip
-    """What this rank's engine wants: what is here first, then, in turn k, rank r gives to r + k and takes from r - k.
-
-    Args:
-        plan: with as many targets as sources, each near the source of its number.
-        kinds: dtype on the wire, by name.
-        told: gets seconds of waiting for other ranks in `waited`, bytes that were sent to them in `sent_bytes`.
-    """
-    rank, size = world.rank, world.size
-    device = next(t for _, t in own.values()).device
-    yield from chunks(own, [s for s in plan.of(rank) if s.target == rank], kinds)
-    for turn in range(1, size):
-        to, source = (rank + turn) % size, (rank - turn) % size
-        mine = chunks(own, _cut(s for s in plan.of(rank) if s.target == to), kinds)
-        theirs = _cut(s for s in plan.to(rank) if s.source == source)
-        for out, into in zip_longest(mine, theirs):
-            began, found, work = time.perf_counter(), None, []
-            if out is not None:
-                told.sent_bytes += out.data.nbytes
-                work.append(dist.P2POp(dist.isend, out.data.contiguous(), group=world.group, group_peer=to))
-            if into is not None:
-                found = Chunk(into.name, into.start, torch.empty(len(into), dtype=kinds[into.name], device=device))
-                work.append(dist.P2POp(dist.irecv, found.data, group=world.group, group_peer=source))
-            for one in dist.batch_isend_irecv(work):
-                one.wait()
-            told.waited += time.perf_counter() - began
-            if found is not None:
-                yield found
-
-
-def _cut(sends: Iterable[Send]) -> list[Send]:
-    """The same cuts on both sides; eight bytes are the most that an element has."""
-    step = CHUNK // 8
-    return [
-        Send(s.source, s.target, s.name, at, min(at + step, s.stop))
-        for s in sends
-        for at in range(s.start, s.stop, step)
-    ]
-
-
-def _bandwidth() -> float:
-    """Bytes a second of one copy in memory, the best of three."""
-    a, best = torch.ones(PROBE, dtype=torch.uint8), float("inf")
-    b = torch.empty_like(a)
-    for _ in range(3):
-        began = time.perf_counter()
-        b.copy_(a)
-        best = min(best, time.perf_counter() - began)
-    return PROBE / best
+        return {**dict(zip(MOVED, seconds)), "transfer/bytes": size}
 
 
 def engine_of(learner: Learner, config: RLConfig) -> tuple[Any, Weights | None]:
     """The engine that the config names, and what brings it weights: None where it stands on the learner's own, which
     an engine in this process does if they are all here and of its dtype. Others wait for their first transfer.
 
+    Beside the protocol an engine has `shared`, `stats` (`Stats`), `metrics()` and `counter` (None = passes that cannot be
+    seen), and perhaps `restarts` and `close()`.
+
     Raises:
         ConfigError: an engine that this build does not have.
         BackendError: an engine's process cannot start.
     """
     own, model = config.rollout_dtype or config.dtype, learner.model
+    how: dict[str, Any] = {"dtype": own, "slots": config.slots, "device": model.device}
+    if config.engine == "embedded" and own == config.dtype and model.part == Part.whole(model.config):
+        return EmbeddedEngine.of(model, lambda: learner.updates, slots=config.slots), None
+    weights = Weights(learner, config)
     if config.engine == "embedded":
-        if own == config.dtype and model.part == Part.whole(model.config):
-            return EmbeddedEngine.of(model, lambda: learner.updates, slots=config.slots), None
-        return EmbeddedEngine(model.config, dtype=own, slots=config.slots, device=model.device), Weights(
-            learner, config
-        )
+        return EmbeddedEngine(model.config, **how), weights
     if config.engine == "process":
-        weights = Weights(learner, config)
-        how = {"dtype": own, "slots": config.slots, "device": model.device, "weights": weights.again}
-        return EngineProcess(model.config, **how), weights
+        return EngineProcess(model.config, **how, weights=weights.again), weights
     raise ConfigError(f"engine={config.engine!r} is not here; take engine='embedded' or 'process'")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
@@ -29,18 +29,15 @@ from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..measure.files import append, write_atomic
-from ..measure.tokens import RowCounter
-from ..rollout.engine import Engine, Rollout, Sampling
+from ..rollout.engine import Rollout, Sampling
 from ..rollout.rewards import summary
-from ..rollout.stats import Stats
 from ..workloads import RLConfig
 from . import rl, setup
-from .placement import Weights, engine_of
+from .placement import MOVED, engine_of
 from .rl import Experience, Prompts
 from .runs import Run
 from .setup import together
 
-MOVED = [f"transfer/{n}" for n in ("plan_s", "cast_s", "wire_s", "load_s", "verify_s", "bytes", "floor_s")]
 LOGGED = 8  # answers of a step in samples.jsonl
 
 
@@ -65,26 +62,6 @@ class Stopwatch:
         found = dict(zip((f"time/{name}_s" for name in names), world.max_list([self.seconds[n] for n in names])))
         self.seconds = {}
         return found
-
-
-class Hosted(Engine, Protocol):
-    """An `Engine` as a sampler keeps it; it may have a `model` here, and a `close()` for what it has started."""
-
-    shared: bool  # its parameters are the learner's own: nothing is transferred
-
-    @property
-    def stats(self) -> Stats:
-        """Of its work since `metrics` was called."""
-        ...
-
-    @property
-    def counter(self) -> RowCounter | None:
-        """Rows and positions of its passes; None where they cannot be seen."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """What was done since the last call."""
-        ...
 
 
 class Sampler:
@@ -122,8 +99,6 @@ class Sampler:
                 )  # fmt: skip
             self.pool = rl.reward_pool(self.config)
         self.beside = ThreadPoolExecutor(1, "moekit-rollout") if self.config.staleness else None
-        self.engine: Hosted
-        self.weights: Weights | None
         with together(run.waits):  # a layout's plan is made by all ranks, or refused by all
             self.engine, self.weights = engine_of(learner, self.config)
         self.transfer()
@@ -241,7 +216,7 @@ class Sampler:
         versions = [int(a.version[-1]) for a in answers if a.ids]
         stats = self.engine.stats
         own = self.weights.engine_bytes if self.weights else 0
-        wire, restarts = self.weights.sent_bytes if self.weights else 0, getattr(self.engine, "restarts", 0)
+        wire, restarts = self.weights.wired if self.weights else 0, getattr(self.engine, "restarts", 0)
         held = self.world.sum_list([stats.cache_bytes, own, wire, restarts])
         (prefill,) = self.world.max_list([stats.prefill_seconds])
         self.watch.seconds["engine_idle"] = max(0.0, time.perf_counter() - self.began - self.busy)
