@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -104,9 +105,7 @@ def held(model: Transformer) -> dict[str, tuple[Piece, Tensor]]:
     Parameters are as the forward uses them: under every ZeRO stage they are whole after the optimizer's all-gather, on
     each of their replicas. A tied head is the embedding, under that name, on the first and on the last stage.
     """
-    whole = Transformer(model.config, device="meta", seed=None)
-    shapes = {n: tuple(t.shape) for n, t in _tensors(whole).items()}
-    out = {}
+    shapes, out = _shapes(model.config), {}
     for name, t in _tensors(model).items():
         start = first(model, t)
         out[name] = Piece(name, shapes[name], start, start + t.numel()), t.detach().view(-1)
@@ -203,3 +202,8 @@ def _size(itemsize: int | Mapping[str, int], name: str) -> int:
 
 def _tensors(model: Transformer) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+@cache
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for n, t in _tensors(Transformer(config, device="meta", seed=None)).items()}

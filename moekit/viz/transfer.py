@@ -61,8 +61,6 @@ def transfer_figure(
     if floor is not None:
         fig.add_shape(type="line", x0=1e3 * floor, x1=1e3 * floor, y0=0, y1=1, xref="x2", yref="paper",
                       line={"color": MUTED, "width": 1.5, "dash": "dot"})  # fmt: skip
-        note(fig, f"floor {1e3 * floor:.3g}", 1e3 * floor, 0, axes=("x2", "paper"), stand="left bottom", shift=(4, 2),
-             colour=MUTED, size=SIZE["tick"])  # fmt: skip
     left = 0.48 + 7.4 * max(map(len, bars)) / 844
     fig.update_layout(
         xaxis={"domain": [0, 0.36], "title": "to serving process", "type": "category", "showline": False},
@@ -76,4 +74,6 @@ def transfer_figure(
         if any(bar.get(phase) for bar in seconds.values()):
             note(fig, f"<b>{phase}</b>", left, 1, stand="left bottom", shift=(place, 8), colour=colour)
             place += 8.4 * len(phase) + 14
+    if floor is not None:
+        note(fig, f"┊ floor {1e3 * floor:.3g}", left, 1, stand="left bottom", shift=(place, 8), colour=MUTED)
     return fig

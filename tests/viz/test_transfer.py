@@ -29,7 +29,7 @@ def test_cells_bars_and_floor():
     (line,) = fig.layout.shapes
     assert line.x0 == line.x1 == 2.5
     words = [a.text for a in fig.layout.annotations]
-    assert {"Σ 2", "4", "3.5", "floor 2.5", "<b>wire</b>"} <= set(words) and "<b>plan</b>" not in words
+    assert {"Σ 2", "4", "3.5", "┊ floor 2.5", "<b>wire</b>"} <= set(words) and "<b>plan</b>" not in words
     assert render(fig, "svg").startswith(b"<?xml") and len(render(fig)) > 5000
 
 
