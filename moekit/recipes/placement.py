@@ -140,8 +140,8 @@ def engine_of(learner: Learner, config: RLConfig) -> tuple[Any, Weights | None]:
     """The engine that the config names, and what brings it weights: None where it stands on the learner's own, which
     an engine in this process does if they are all here and of its dtype. Others wait for their first transfer.
 
-    Beside the protocol an engine has `shared`, `stats` (`Stats`), `metrics()` and `counter` (None = passes that cannot be
-    seen), and perhaps `restarts` and `close()`.
+    Beside the protocol an engine has `shared`, `stats` (`Stats`), `metrics()` and `counter` (None = passes that cannot
+    be seen), and perhaps `restarts` and `close()`.
 
     Raises:
         ConfigError: an engine that this build does not have.
