@@ -91,8 +91,8 @@ class EmbeddedEngine:
         kind = DTYPES[dtype] if dtype else torch.float32 if whole is None else whole.head_weight.dtype
         place = device or (whole.device if whole else None)
         self.model = Transformer(config, dtype=kind, device=place, seed=None, part=part)
-        for block in [b for b in self.model.blocks.values() if b.routes and dispatcher]:
-            block.moe.dispatcher = dispatcher
+        for block in [b for b in self.model.blocks.values() if b.routes]:
+            block.moe.dispatcher = dispatcher or block.moe.dispatcher
         self.slots, self.ahead, self.when_running, self.shared = slots, ahead, running, False
         self.passes = Passes(self.model, gather, lambda: self.version, crossover)
         self.counter = self.passes.counter

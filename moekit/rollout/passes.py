@@ -97,7 +97,7 @@ class Passes:
                 why = f"ranks {gone} left the call" if gone else f"ranks serve versions {[a[1] for a in asked]}"
                 raise EngineError(f"{why}: nothing more is sampled; call again with all ranks, and one version")
             now = KINDS[max(a[0] for a in asked)]
-            sizes = tuple(zip(*((a[2], a[3]) if KINDS[a[0]] == now else (0, 0) for a in asked)))
+            sizes: Sizes = tuple(zip(*(a[2:] if KINDS[a[0]] == now else (0, 0) for a in asked)))  # pyright: ignore
             if now == kind:
                 return sizes
             with torch.inference_mode(), self._counted(now):

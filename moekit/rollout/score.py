@@ -6,6 +6,7 @@ Axis letters: N positions seen flat, M answer tokens, L layers that route, K exp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +42,8 @@ def score(
         while stop < len(pairs) and (stop == at or tokens + sum(map(len, pairs[stop])) <= budget):
             stop, tokens = stop + 1, tokens + sum(map(len, pairs[stop]))
         sizes, found = [len(p) + len(a) for p, a in pairs[at:stop]], _score(passes, pairs[at:stop], sampling)
-        logprobs, experts = ([None] * len(sizes) if x is None else ordinary(x).split(sizes) for x in found)
-        out += [(lp[len(p) :].clone(), e) for (p, _), lp, e in zip(pairs[at:stop], logprobs, experts)]
+        parts: list[Any] = [[None] * len(sizes) if (y := ordinary(x)) is None else y.split(sizes) for x in found]
+        out += [(lp[len(p) :].clone(), e) for (p, _), lp, e in zip(pairs[at:stop], *parts)]
         at = stop
     return out
 
