@@ -71,7 +71,9 @@ def parameters(sampling: Sampling, key: int) -> dict[str, Any]:
     if sampling.stop_sequences:
         raise CapabilityError("engine 'vllm' stops at token ids; give stop_ids instead of stop_sequences")
     if 0 < sampling.temperature < 0.01:
-        raise CapabilityError(f"engine 'vllm' raises temperature={sampling.temperature} to 0.01; take 0, or 0.01 or more")
+        raise CapabilityError(
+            f"engine 'vllm' raises temperature={sampling.temperature} to 0.01; take 0, or 0.01 or more"
+        )
     return {
         **PLAIN, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
         "max_tokens": sampling.max_new_tokens, "seed": key >> 1, "stop_token_ids": list(sampling.stop_ids),
@@ -432,7 +434,9 @@ class VLLMEngine:
 
     def _known(self, answer: Answer) -> Answer:
         if set(answer.version.tolist()) - {self._version}:
-            self._broken = f"vLLM sampled with version {answer.version.tolist()[-1]}, not {self._version}: was it started "
+            self._broken = (
+                f"vLLM sampled with version {answer.version.tolist()[-1]}, not {self._version}: was it started "
+            )
             self._broken += "again? update the weights"
             raise EngineError(self._broken)
         return answer
