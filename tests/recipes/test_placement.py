@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import moekit
 from moekit.checkpoint.huggingface import load_into
 from moekit.data.batch import Batch
 from moekit.errors import ConfigError
+from moekit.learner.learner import Learner
 from moekit.learner.weights import export
 from moekit.model.transformer import Transformer
 from moekit.objectives.grpo import GRPO
@@ -88,6 +90,35 @@ def left_over() -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.long
+def test_an_engine_that_dies_while_the_learner_trains(kit, tmp_path):
+    """It is given the weights that it had, not those that the learner has by now: the run is as without a crash."""
+    behind = config(kit, tmp_path / "whole", engine="process", staleness=1, importance_cap=2.0)
+    grpo.train(behind)
+    ask, trained = EngineProcess.generate, Learner.step
+    moved = threading.Event()
+
+    def killed(self, prompts, sampling, **how):
+        if sampling.seed % 1_000_003 == 2 and self.restarts == 0:
+            os.kill(self.pid, signal.SIGKILL)
+            assert moved.wait(30)
+        return ask(self, prompts, sampling, **how)
+
+    def step(self, *args, **how):
+        found = trained(self, *args, **how)
+        if self.updates == 2:
+            moved.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineProcess, "generate", killed)
+        patch.setattr(Learner, "step", step)
+        grpo.train(replace(behind, out=str(tmp_path / "broken")))
+    assert records(tmp_path / "broken")[-1]["engine/restarts"] == 1
+    lost = ("rows/engine", "positions/engine")  # what a dead process did is not known
+    same_run(tmp_path / "whole", tmp_path / "broken", OTHER + lost)
 
 
 def grpo_loss(now_M: torch.Tensor, extra: dict[str, torch.Tensor]) -> torch.Tensor:
