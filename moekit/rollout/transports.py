@@ -31,7 +31,7 @@ class PointToPoint(Transport):
 
     def __init__(self, peer: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
         self.peer, self.group, self.device = peer, group, torch.device(device)
-        self.room: Tensor | None = None
+        self.room = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.last = ""  # how the stream under way has ended: "end", "failed", or not yet
 
     def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
@@ -44,7 +44,7 @@ class PointToPoint(Transport):
         self.last = next((word for word in ("end", "failed") if word in head), "")
         if self.last:
             return head, None
-        if self.room is None or len(self.room) < head["bytes"]:
+        if len(self.room) < head["bytes"]:
             self.room = torch.empty(head["bytes"], dtype=torch.uint8, device=self.device)
         self._do(dist.recv, self.room[: head["bytes"]], group_src=self.peer)
         return head, self.room[: head["bytes"]]
@@ -100,10 +100,11 @@ class FileDrop(Transport):
 
     def _put(self, head: dict[str, Any], data: Tensor | None) -> None:
         if self.ahead is not None and self.count >= self.ahead:
-            self._wait(lambda: not self._file(self.count - self.ahead).exists(), "read")
+            due = self._file(self.count - self.ahead)
+            self._wait(lambda: not due.exists(), "read")
         text, new = json.dumps(head).encode(), self.folder / "new"
         text += b" " * (-(8 + len(text)) % 64)  # numbers begin where any dtype may
-        parts = [len(text).to_bytes(8, "little") + text] + ([] if data is None else [data.cpu().numpy()])
+        parts = [len(text).to_bytes(8, "little") + text] + ([] if data is None else [data.cpu().numpy().data])
         try:
             self.folder.mkdir(parents=True, exist_ok=self.count > 0)
             with open(new, "wb", buffering=0) as f:

@@ -119,7 +119,7 @@ def _made(name: str, start: int, data: Any) -> Chunk:
 
 def digest(flat: Tensor) -> str:
     """SHA-256 of a flat tensor's bytes."""
-    return hashlib.sha256(as_bytes(flat).cpu().numpy()).hexdigest()
+    return hashlib.sha256(as_bytes(flat).cpu().numpy().data).hexdigest()
 
 
 def as_bytes(flat: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class Transport:
                 seconds.end("cast")
                 data, dtype = as_bytes(chunk.data), str(chunk.data.dtype).removeprefix("torch.")
                 if verify:
-                    hashes.setdefault(chunk.name, hashlib.sha256()).update(data.cpu().numpy())
+                    hashes.setdefault(chunk.name, hashlib.sha256()).update(data.cpu().numpy().data)
                     seconds.end("verify")
                 head = {"n": count, "name": chunk.name, "start": chunk.start, "len": len(chunk.data), "dtype": dtype}
                 self._put(head | {"bytes": len(data), "hash": verify}, data)
@@ -255,7 +255,7 @@ class Transport:
                     raise TransferError(f"the sender gave up after {count} chunks: {head['failed']}")
                 if data is None or "end" in head:
                     break
-                name, n, dtype = head.get("name"), head.get("len"), DTYPES.get(head.get("dtype", ""))
+                name, n, dtype = str(head.get("name")), head.get("len", -1), DTYPES.get(head.get("dtype", ""))
                 if head.get("n") != count:
                     raise TransferError(f"chunk {head.get('n')} of {name} came where chunk {count} was due")
                 if dtype is None or n * dtype.itemsize != head.get("bytes") or len(data) != head["bytes"]:
@@ -263,7 +263,7 @@ class Transport:
                     raise TransferError(f"chunk {count} ({name}) has {len(data)} bytes; its head says {want}")
                 if head.get("hash"):
                     mark = time.perf_counter()
-                    hashes.setdefault(name, hashlib.sha256()).update(data.cpu().numpy())
+                    hashes.setdefault(name, hashlib.sha256()).update(data.cpu().numpy().data)
                     self.verify_s += time.perf_counter() - mark
                 count, size = count + 1, size + len(data)
                 yield Chunk(name, head["start"], data.view(dtype))
@@ -318,9 +318,8 @@ def load(
                 way.settle(f"version {version} serves already; ask for the engine's version before sending")
             return Sent(0, dict(seconds))
         for source in sources:
-            incoming = source
-            if isinstance(source, Transport):
-                at, incoming = at + 1, source.receive()  # held until it was told, should writing fail
+            at += isinstance(source, Transport)
+            incoming = source.receive() if isinstance(source, Transport) else source  # held until it was told
             for chunk in incoming:
                 seconds.end("wire")
                 engine.write(chunk)
