@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import os
 import pickle
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,6 @@ from moekit.checkpoint import names
 from moekit.checkpoint.families import FAMILIES
 from moekit.config import ModelConfig
 from moekit.errors import CapabilityError, ConfigError, EngineError, StorageError, TransferError
-from moekit.learner.mesh import World
 from moekit.model.transformer import Part, Transformer
 from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine import Sampling
@@ -546,7 +547,7 @@ def test_hashes_of_what_serves():
         with pytest.raises(TransferError, match="not what was sent, by its SHA-256: head.weight; send all again"):
             load(engine, 2, mode, cut(new), digests=right | {"head.weight": "0" * 64})
         serves_and_recovers(engine, mode)
-    assert digest(torch.arange(3.0)) == "a5d35a0a9c5a9ad0a4b6ff9b4a6aeb4c" or len(digest(torch.arange(3.0))) == 64
+    assert digest(torch.arange(3.0)) == hashlib.sha256(struct.pack("<3f", 0, 1, 2)).hexdigest()
 
 
 # ---------------------------------------------------------------- chunks and transports
@@ -757,4 +758,3 @@ def test_bc_115_fused_and_per_expert_streams_give_one_state(family):
 
 def test_what_is_hashed_is_every_byte():
     assert as_bytes(torch.tensor([1.0, 2.0], dtype=torch.bfloat16)).tolist() == [0x80, 0x3F, 0, 0x40]
-    assert World().size == 1
