@@ -370,8 +370,7 @@ class VLLMEngine:
 
     def _prove(self, want: Tensor, before: Tensor | None, now: Tensor) -> None:
         def gap(a: Tensor, b: Tensor) -> float:
-            found = float((a - b).abs().max())
-            return found if found == found else float("inf")
+            return float((a - b).abs().nan_to_num(torch.inf).max())
 
         want, limit = torch.cat((want, want[-1:])), self.tolerance
         self.gap = gap(now, want)

@@ -260,8 +260,9 @@ def start_server(
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
     command = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(Path(model).resolve()), "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", dtype, "--enforce-eager", "--max-model-len", str(max_length),
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(Path(model).resolve()),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--enforce-eager",
+        "--max-model-len", str(max_length),
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out", "--skip-tokenizer-init",
         "--generation-config", "vllm", "--weight-transfer-config", json.dumps({"backend": BACKEND}), *flags,
     ]  # fmt: skip

@@ -93,10 +93,11 @@ def _backend() -> type:
             if (size := os.path.getsize(path)) != update_info.bytes:
                 raise ValueError(f"{path} has {size} bytes, not {update_info.bytes}")
             with safe_open(path, "pt") as file:
-                if twice := self.names.intersection(file.keys()):
+                names = list(file.keys())
+                if twice := self.names.intersection(names):
                     raise ValueError(f"{min(twice)} was sent twice in one update")
-                self.names.update(file.keys())
-                self.model.load_weights((name, file.get_tensor(name).to(self.device)) for name in file.keys())
+                self.names.update(names)
+                self.model.load_weights((name, file.get_tensor(name).to(self.device)) for name in names)
             self.wanted = update_info.tensors
 
         def finish_weight_update(self) -> None:
