@@ -39,7 +39,7 @@ from .embedded import DTYPES
 from .engine import Answer, Capabilities, Finish, Rollout, Sampling, Told
 from .sampling import draw_key
 from .score import score
-from .slots import Stats
+from .stats import Stats
 from .weight_transfer import Chunk, Sent
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}  # nats; float32 was seen at 3e-6 when right, above 1 when wrong
