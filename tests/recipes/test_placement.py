@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +24,10 @@ from moekit.learner.learner import Learner
 from moekit.learner.weights import export
 from moekit.model.transformer import Transformer
 from moekit.objectives.grpo import GRPO
-from moekit.recipes import grpo, rl
+from moekit.recipes import grpo, ppo, rl
 from moekit.recipes.placement import Weights
 from moekit.rollout.engine_process import EngineProcess
-from moekit.workloads import GRPOConfig
+from moekit.workloads import GRPOConfig, PPOConfig
 
 LETTERS = '''
 def letters(item, answer):
@@ -90,6 +90,21 @@ def left_over() -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.long
+def test_ppo_too(kit, tmp_path):
+    settings = {f.name: getattr(config(kit), f.name) for f in fields(PPOConfig) if hasattr(config(kit), f.name)}
+    base = PPOConfig(**settings | {"importance_cap": 2.0, "steps": 3, "kl": 0.0, "kl_in": "loss", "kl_kind": "k3"})
+    for name, how in (
+        ("embedded", {}),
+        ("process", {"engine": "process"}),
+        ("behind", {"engine": "process", "staleness": 1}),
+    ):
+        ppo.train(replace(base, out=str(tmp_path / name), **how))
+    same_run(tmp_path / "embedded", tmp_path / "process", (*OTHER, "critic_time", "critic_rate", "critic_flops/mfu"))
+    assert [r["rollout/behind"] for r in records(tmp_path / "behind")] == [0, 1, 1]
+    assert [r["ppo/weight"] for r in records(tmp_path / "behind")] == [1, 1, 1]  # it is in the ratio
 
 
 @pytest.mark.long
