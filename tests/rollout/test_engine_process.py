@@ -104,6 +104,7 @@ def test_a_crash_changes_no_answer(engine, want):
     assert engine.restarts == restarts + 2 and engine.metrics()["engine/restarts"] == engine.restarts
 
 
+@pytest.mark.long
 def test_a_crash_in_a_transfer(engine, model, want):
     version, seen = engine.version + 1, []
 
