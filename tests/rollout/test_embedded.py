@@ -249,7 +249,7 @@ def ordinary(t: torch.Tensor) -> bool:
     scale = torch.ones((), requires_grad=True)
     (t.float() * scale).sum().backward()
     t.add_(0)
-    return not t.is_inference() and t._version >= 0 and scale.grad == t.float().sum()
+    return not t.is_inference() and t._version >= 0 and bool(scale.grad == t.float().sum())
 
 
 def test_the_engine_runs_in_inference_mode_and_hands_out_ordinary_tensors(small, monkeypatch):
