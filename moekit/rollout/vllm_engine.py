@@ -33,12 +33,10 @@ from ..checkpoint.export import choose_family
 from ..checkpoint.names import Naming, pieces
 from ..config import ModelConfig
 from ..errors import CapabilityError, ConfigError, EngineError, StorageError
-from ..measure.tokens import RowCounter
 from ..model.transformer import Transformer
-from .embedded import DTYPES
+from .embedded import DTYPES, EmbeddedEngine
 from .engine import Answer, Capabilities, Finish, Rollout, Sampling, Told
 from .sampling import draw_key
-from .score import score
 from .stats import Stats
 from .weight_transfer import Chunk, Sent
 
@@ -299,8 +297,8 @@ class VLLMEngine:
 
     def expected(self) -> Tensor:
         """The probe's log-probs under the weights that are to be served."""
-        counter, ids = RowCounter.of(self.config, "probe"), self._probe
-        return score(self.model, [(ids[:1], ids[1:])], Sampling(), counter)[0][0]
+        own, ids = EmbeddedEngine.of(self.model, lambda: self._version), self._probe
+        return own.score([ids[:1]], [[ids[1:]]], Sampling())[0].answers[0].logprobs
 
     def _take(self, values: Mapping[str, Tensor]) -> None:
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
