@@ -31,6 +31,7 @@ from ..learner.mesh import World
 from ..measure.files import append, write_atomic
 from ..rollout.engine import Rollout, Sampling
 from ..rollout.rewards import summary
+from ..rollout.stats import NAMES
 from ..workloads import RLConfig
 from . import rl, setup
 from .placement import MOVED, engine_of
@@ -39,6 +40,7 @@ from .runs import Run
 from .setup import together
 
 LOGGED = 8  # answers of a step in samples.jsonl
+SERVING = tuple(f"engine/{name}" for name in (*NAMES, "occupancy"))  # of the engine's metrics, in every step
 
 
 class Stopwatch:
@@ -220,9 +222,9 @@ class Sampler:
         held = self.world.sum_list([stats.cache_bytes, own, wire, restarts])
         (prefill,) = self.world.max_list([stats.prefill_seconds])
         self.watch.seconds["engine_idle"] = max(0.0, time.perf_counter() - self.began - self.busy)
-        self.engine.metrics()
+        costs = _costs(self.world.gather(self.engine.metrics()))
         moved = self.weights.metrics() if self.weights else dict.fromkeys(MOVED, 0.0)
-        return summary(experience.rewards) | moved | self.watch.metrics(self.world) | {
+        return summary(experience.rewards) | moved | costs | self.watch.metrics(self.world) | {
             "rollout/answers": float(len(answers)),
             "rollout/tokens": sum(lengths),
             "rollout/length": sum(lengths) / max(1, len(answers)),
@@ -268,6 +270,17 @@ class Sampler:
             append(fd, path, "".join(f"{line}\n" for line in lines).encode())
         finally:
             os.close(fd)
+
+
+def _costs(told: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What serving cost, by pass (`moekit.rollout.stats`), of all ranks: bytes are summed, of the rows of the most loaded
+    expert the most is taken, the rest is the mean over the ranks that ran such a pass."""
+    found: dict[str, float] = {}
+    for name in sorted({n for rank in told for n in rank if n.startswith(SERVING)}):
+        values = [rank[name] for rank in told if name in rank]
+        most, total = max(values), sum(values)
+        found[name] = most if "_max_" in name else total if "_bytes_" in name else total / len(values)
+    return found
 
 
 def old_samples(folder: Path, start: int) -> None:

@@ -24,7 +24,7 @@ from moekit.learner.learner import Learner
 from moekit.learner.weights import export
 from moekit.model.transformer import Transformer
 from moekit.objectives.grpo import GRPO
-from moekit.recipes import grpo, ppo, rl
+from moekit.recipes import grpo, ppo, rl, sampler
 from moekit.recipes.placement import Weights
 from moekit.rollout.engine_process import EngineProcess
 from moekit.workloads import GRPOConfig, PPOConfig
@@ -337,3 +337,24 @@ def until(done, seconds: float = 60.0) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_serving_costs_of_all_ranks():
+    """A sum of bytes, the most rows of an expert, means over the ranks that ran such a pass; nothing else."""
+    told = [
+        {
+            "engine/rows_per_expert_decode": 2.0,
+            "engine/rows_per_expert_max_decode": 5.0,
+            "engine/route_bytes_decode": 8.0,
+        },
+        {
+            "engine/rows_per_expert_decode": 4.0,
+            "engine/rows_per_expert_max_decode": 9.0,
+            "engine/route_bytes_decode": 1.0,
+        },
+        {"engine/occupancy": 0.5, "engine/tokens_per_s": 100.0},
+    ]
+    assert sampler._costs(told) == {
+        "engine/rows_per_expert_decode": 3.0, "engine/rows_per_expert_max_decode": 9.0,
+        "engine/route_bytes_decode": 9.0, "engine/occupancy": 0.5,
+    }  # fmt: skip
