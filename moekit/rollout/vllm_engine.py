@@ -311,7 +311,8 @@ class VLLMEngine:
                 t.copy_(values[name])
 
     def _send(self, version: int) -> Sent:
-        seconds, own, size = dict.fromkeys(("wire", "load"), 0.0), dict(self.model.named_parameters()), 0
+        seconds: dict[str, float] = {"wire": 0.0, "load": 0.0}
+        own, size = dict(self.model.named_parameters()), 0
         self.link.control("pause", mode="wait")
         self.link.control("init", init_info={"root": self._folder})
         self.link.control("start")

@@ -54,18 +54,19 @@ class HTTPLink:
         if connection is None:
             connection = self.mine.connection = http.client.HTTPConnection(self.host, timeout=self.timeout)
         data = None if body is None else json.dumps(body).encode()
+        text, status = "", 0
         try:
             for attempt in (0, 1):  # a connection that was idle may be closed on the other side
                 reused = connection.sock is not None
                 try:
                     connection.request(method, path, data, {"Content-Type": "application/json"})
                     response = connection.getresponse()
+                    text, status = response.read().decode(), response.status
                     break
                 except (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected):
                     connection.close()
                     if attempt or not reused:
                         raise
-            text, status = response.read().decode(), response.status
             found = json.loads(text) if text else {}
         except (OSError, http.client.HTTPException, ValueError) as error:
             connection.close()

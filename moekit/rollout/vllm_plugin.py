@@ -29,7 +29,9 @@ def inside(root: str, file: str) -> str:
 
 def register() -> None:
     """Make the backend known to vLLM; called in each of its processes, more than once in some."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+        WeightTransferEngineFactory as Factory,
+    )
 
     if BACKEND not in Factory._registry:
         Factory.register_engine(BACKEND, _backend())
@@ -47,12 +49,15 @@ def repack_experts(model) -> None:
 def _backend() -> type:
     import torch
     from safetensors import safe_open
-    from vllm.distributed.weight_transfer.base import (
+    from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     @dataclass
     class Root(WeightTransferInitInfo):
