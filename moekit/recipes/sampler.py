@@ -273,8 +273,9 @@ class Sampler:
 
 
 def _costs(told: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What serving cost, by pass (`moekit.rollout.stats`), of all ranks: bytes are summed, of the most rows of an expert
-    the most is taken, the rest is the mean over the ranks that ran such a pass."""
+    """What serving cost, by pass (`moekit.rollout.stats`), of all ranks.
+
+    Bytes are summed, of `_max` the most is taken, the rest is the mean over the ranks that ran such a pass."""
     found: dict[str, float] = {}
     for name in sorted({n for rank in told for n in rank if n.startswith(SERVING)}):
         values = [rank[name] for rank in told if name in rank]
