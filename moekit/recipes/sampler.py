@@ -40,7 +40,7 @@ from .runs import Run
 from .setup import together
 
 LOGGED = 8  # answers of a step in samples.jsonl
-SERVING = tuple(f"engine/{name}" for name in (*NAMES, "occupancy"))  # of the engine's metrics, in every step
+SERVING = (*(f"engine/{name}" for name in (*NAMES, "occupancy")), "probe/")  # of the engine's metrics, in every step
 
 
 class Stopwatch:

@@ -290,6 +290,10 @@ class VLLMEngine:
             self._version, self._given, self._broken, self._old = version, True, "", now
         return sent
 
+    def follow(self, version: int) -> None:
+        """Another engine on the same server brought it this version."""
+        self._version, self._given, self._broken = version, True, ""
+
     @property
     def probe_ids(self) -> list[int]:
         """The text of the probe."""

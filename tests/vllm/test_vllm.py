@@ -1,0 +1,240 @@
+"""vLLM 0.32 itself, on CPU, over HTTP and in process: `make test-vllm`.
+
+Not tested here, for want of a GPU: its NCCL and IPC transfer, routed experts, tensor and expert parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moekit.errors import CapabilityError, ConfigError, EngineError
+from moekit.rollout.embedded import EmbeddedEngine
+from moekit.rollout.engine import Sampling
+from moekit.rollout.vllm_engine import VLLMEngine
+from moekit.rollout.vllm_http import start_server
+
+from .conftest import SHAPE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+PROMPTS, IDS = [[5, 6, 7], [9] * 200, [40, 3, 2, 11, 300]], [3, 1, 7]
+
+
+@pytest.fixture
+def engine(server, models):
+    """With the weights of A as version 1."""
+    with VLLMEngine(server.link(), SHAPE, need_proof=False) as made:
+        made.update_weights(models[0], 1)
+        made.need_proof = True
+        yield made
+
+
+def gap(model, rollouts, sampling: Sampling) -> float:
+    """The largest |engine - learner| of the log-probs of all sampled tokens."""
+    own = EmbeddedEngine.of(model, lambda: 0)
+    again = own.score([r.prompt for r in rollouts], [[a.ids for a in r.answers] for r in rollouts], sampling)
+    pairs = [(a, b) for x, y in zip(rollouts, again) for a, b in zip(x.answers, y.answers)]
+    assert all(len(a.ids) == len(a.logprobs) > 0 for a, _ in pairs)
+    return max(float((a.logprobs - b.logprobs).abs().max()) for a, b in pairs)
+
+
+# ------------------------------------------------------------------ sampling
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=str)
+def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine, models, how):
+    sampling = Sampling(n=3, max_new_tokens=12, seed=4, **how)
+    found = engine.generate(PROMPTS, sampling, prompt_ids=IDS)
+    assert gap(models[0], found, sampling) < 1e-4
+    assert gap(models[1], found, Sampling()) > 0.1  # other weights are told apart
+    for rollout, prompt in zip(found, PROMPTS):
+        assert rollout.prompt == prompt and len({tuple(a.ids) for a in rollout.answers}) == 3
+        for a in rollout.answers:
+            assert a.finish == "length" and len(a.ids) == 12 and a.version.tolist() == [1] * 12 and a.experts is None
+
+
+def test_an_answer_depends_on_seed_prompt_id_and_sample_only(engine):
+    sampling = Sampling(n=2, max_new_tokens=8, seed=4)
+    whole = engine.generate(PROMPTS, sampling, prompt_ids=IDS)
+    (alone,) = engine.generate(PROMPTS[2:], sampling, prompt_ids=IDS[2:])
+    assert [a.ids for a in alone.answers] == [a.ids for a in whole[2].answers]
+    (other,) = engine.generate(PROMPTS[2:], sampling, prompt_ids=[8])
+    assert [a.ids for a in other.answers] != [a.ids for a in alone.answers]
+
+
+def test_stop_ids_and_greedy(engine, models):
+    (greedy,) = engine.generate(PROMPTS[:1], Sampling(temperature=0.0, max_new_tokens=6))
+    own = EmbeddedEngine.of(models[0], lambda: 0)
+    (want,) = own.generate(PROMPTS[:1], Sampling(temperature=0.0, max_new_tokens=6))
+    assert greedy.answers[0].ids == want.answers[0].ids
+    last = greedy.answers[0].ids[3]
+    (cut,) = engine.generate(PROMPTS[:1], Sampling(temperature=0.0, max_new_tokens=6, stop_ids=(last,)))
+    (same,) = own.generate(PROMPTS[:1], Sampling(temperature=0.0, max_new_tokens=6, stop_ids=(last,)))
+    assert cut.answers[0].ids == same.answers[0].ids and cut.answers[0].finish == same.answers[0].finish == "stop"
+
+
+def test_given_answers_are_scored(engine, models):
+    answers = [[[1, 2, 3], [4]], [[300, 5]], [[7, 7]]]
+    found = engine.score(PROMPTS, answers, Sampling())
+    assert gap(models[0], found, Sampling()) < 1e-4
+    with pytest.raises(CapabilityError, match="score with the learner"):
+        engine.score(PROMPTS, answers, Sampling(temperature=0.5))
+
+
+def test_what_vllm_cannot_is_refused(engine, models):
+    for sampling, says in ((Sampling(stop_sequences=((1, 2),)), "stop_ids"), (Sampling(temperature=0.001), "0.01")):
+        with pytest.raises(CapabilityError, match=says):
+            engine.generate(PROMPTS, sampling)
+    with pytest.raises(ConfigError, match="token outside"):
+        engine.generate([[512]], Sampling())
+    with pytest.raises(CapabilityError, match="atomic"):
+        engine.update_weights(models[1], 2, mode="atomic")
+
+
+# ------------------------------------------------------------------ weights
+@pytest.mark.parametrize("naming", ["per_expert", "fused"])
+@pytest.mark.parametrize("chunk_bytes", [1 << 28, 1 << 17])
+def test_updates_there_and_back_are_proved(server, models, naming, chunk_bytes):
+    """A, B, A: served as sent each time, with experts named either way, in one file and in many."""
+    with VLLMEngine(server.link(), SHAPE, naming=naming, chunk_bytes=chunk_bytes, need_proof=False) as engine:
+        engine.update_weights(models[0], 1)
+        engine.need_proof = True
+        sampling = Sampling(n=2, max_new_tokens=8)
+        for version, (model, other) in ((2, (models[1], models[0])), (3, models)):
+            sent = engine.update_weights(model, version)
+            assert sent.bytes == sum(p.numel() * 4 for p in model.parameters()) and engine.gap < 1e-4
+            found = engine.generate(PROMPTS, sampling)
+            assert gap(model, found, sampling) < 1e-4 < 0.1 < gap(other, found, sampling)
+            assert {v for r in found for a in r.answers for v in a.version.tolist()} == {version}
+        assert engine.update_weights(models[0], 3).bytes == 0  # it is there: nothing moves
+        assert not list(Path(engine._folder).iterdir())
+
+
+def test_the_probe_cannot_be_fooled(engine, models):
+    """It fails with what other weights give, and says so where the new weights are the old ones."""
+    wrong = EmbeddedEngine.of(models[0], lambda: 0)
+    old = wrong.score([engine.probe_ids[:1]], [[engine.probe_ids[1:]]], Sampling())[0].answers[0].logprobs
+    with pytest.raises(EngineError, match="does not serve the weights that it was sent"):
+        engine.update_weights(models[1], 2, expected=old)
+    with pytest.raises(EngineError, match="cannot sample.*failed"):
+        engine.generate(PROMPTS, Sampling())
+    engine.update_weights(models[1], 3)
+    with pytest.raises(EngineError, match="cannot tell the new weights from the old"):
+        engine.update_weights(models[1], 4)
+    engine.update_weights(models[0], 5)
+    engine.generate(PROMPTS, Sampling(max_new_tokens=2))
+
+
+def test_bc_109_keys_of_old_weights_are_found_when_they_stay(engine, models, monkeypatch):
+    """BC-109: where the prefix cache is not emptied, the probe reads old keys through it and the update is refused."""
+    kept = VLLMEngine._reset
+    monkeypatch.setattr(VLLMEngine, "_reset", lambda self: None)
+    with pytest.raises(EngineError, match="does not serve the weights") as stale:
+        engine.update_weights(models[1], 2)
+    print(stale.value)
+    with pytest.raises(EngineError, match="update the weights"):
+        engine.generate(PROMPTS, Sampling())
+    monkeypatch.setattr(VLLMEngine, "_reset", kept)
+    engine.update_weights(models[1], 3)
+    assert engine.gap < 1e-4
+
+
+def test_unpacked_experts_are_found(server, models):
+    """vLLM's own reload on CPU leaves experts wrong without an error: what the probe is for."""
+    with VLLMEngine(server.link(), SHAPE, need_proof=False) as engine:
+        engine.update_weights(models[0], 1)
+        reload = {"method": "reload_weights", "args": [], "kwargs": {}}
+        try:
+            engine.link.call("POST", "/collective_rpc", reload)
+            found = engine.generate(PROMPTS, Sampling(n=2))
+            print("after reload_weights", gap(models[0], found, Sampling()))
+            assert gap(models[0], found, Sampling()) > 0.1
+        finally:
+            engine.update_weights(models[0], 2)
+        assert engine.gap < 1e-4
+
+
+def test_the_order_of_calls_and_the_folder_are_kept(server, models, tmp_path):
+    """Refused by the server itself: an update that was not started, files outside the folder, half an update."""
+    with VLLMEngine(server.link(), SHAPE, need_proof=False) as engine:
+        engine.update_weights(models[0], 1)
+        link = engine.link
+        link.control("pause", mode="wait")
+        with pytest.raises(EngineError, match="/update_weights with 500"):
+            link.control("update", update_info={"file": "a", "bytes": 1, "tensors": 1})
+        with pytest.raises(EngineError, match="/finish_weight_update with 500"):
+            link.control("finish", weight_version="9")
+        with pytest.raises(EngineError, match="not an absolute path of a folder"):
+            link.control("init", init_info={"root": "no/folder"})
+        link.control("init", init_info={"root": engine._folder})
+        (tmp_path / "secret.safetensors").write_bytes(b"0123456789")
+        (Path(engine._folder) / "link").symlink_to(tmp_path)
+        for file in (str(tmp_path / "secret.safetensors"), "../../etc/passwd", "link/secret.safetensors"):
+            link.control("start")
+            with pytest.raises(EngineError, match="with 500.*folder only"):
+                link.control("update", update_info={"file": file, "bytes": 10, "tensors": 1})
+        with pytest.raises(EngineError):  # the session ended with its error
+            link.control("finish", weight_version="9")
+        engine.update_weights(models[1], 2)
+        assert engine.gap < 1e-4
+
+
+def test_a_server_that_dies_under_load_is_started_again(interpreter, folder, models, tmp_path):
+    """Its requests fail with what to do; a new server is not used before it has the weights; answers are the same."""
+    with start_server(folder, python=interpreter, log=tmp_path / "log") as server:
+        with VLLMEngine(server.link(timeout=60), SHAPE) as engine:
+            engine.update_weights(models[1], 4)
+            sampling, errors = Sampling(n=2, max_new_tokens=8), []
+            want = engine.generate(PROMPTS, sampling)
+
+            def load():
+                try:
+                    engine.generate([[7] * 100] * 16, Sampling(n=4, max_new_tokens=300))
+                except EngineError as error:
+                    errors.append(str(error))
+
+            thread = threading.Thread(target=load)
+            thread.start()
+            time.sleep(2)
+            os.killpg(server.process.pid, signal.SIGKILL)
+            thread.join(90)
+            assert len(errors) == 1 and server.url in errors[0] and "update the weights" in errors[0]
+            with pytest.raises(EngineError):
+                engine.generate(PROMPTS, sampling)
+            server.restart()
+            with pytest.raises(EngineError, match="was it started again"):
+                engine.generate(PROMPTS, sampling)
+            engine.update_weights(models[1], 4)
+            again = engine.generate(PROMPTS, sampling)
+            assert [[a.ids for a in r.answers] for r in again] == [[a.ids for a in r.answers] for r in want]
+        group = server.process.pid
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+def test_a_server_that_cannot_start_says_why(interpreter, tmp_path):
+    with pytest.raises(EngineError, match="vLLM did not start \\(exit [1-9]"):
+        start_server(tmp_path / "nothing", python=interpreter, log=tmp_path / "log", patience=120)
+
+
+# ------------------------------------------------------------------ in process
+def test_in_process(interpreter, folder):
+    """The same engine on a `vllm.LLM`: updates there and back, log-probs, seeds."""
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    script = Path(__file__).with_name("in_process.py")
+    done = subprocess.run([interpreter, str(script), str(folder)], capture_output=True, text=True, env=environment,
+                          timeout=400)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    assert told["gaps"] and max(told["gaps"]) < 1e-4 and min(told["others"]) > 0.1
+    assert told["versions"] == [[1], [2]] and told["routes"] is False
+    assert torch.tensor(told["probe"]).max() < 1e-4
