@@ -110,6 +110,8 @@ def update(
         score(learner, "old_logprob", "score", config.replay)
     if reference is not None:
         score(reference, "ref_logprob", "reference")
+    gaps = [(f["old_logprob"] - a.logprobs).abs() for f, a in zip(fields, answers) if "old_logprob" in f and a.ids]
+    gap = float(torch.cat(gaps).max()) if gaps else 0.0  # of learner and engine, the largest of a token
     kl_A = None
     if config.kl and config.kl_in == "reward":
         each = [kl_estimate(f["old_logprob"], f["ref_logprob"], config.kl_kind).sum() for f in fields]
@@ -135,4 +137,6 @@ def update(
         "rollout/masked": float(found.masked), "reward/not_finite": float(found.not_finite),
         "rollout/weight_capped": float(capped), "rows/saved_positions": report.counts.get("shared", 0) / config.epochs,
     }  # fmt: skip
+    if "old_logprob" in (fields[0] if fields else {}):
+        metrics["rollout/logprob_gap"] = gap
     return metrics, arrays, found.advantage_A

@@ -155,7 +155,7 @@ class VLLMEngine:
         self.model = Transformer(config, dtype=DTYPES[dtype], seed=None)
         self.stats, self.unproved, self.gap = Stats(), 0, 0.0
         self._version, self._given, self._broken, self._old = version, False, "", None
-        self._gate, self._paused, self._asking = threading.Condition(), False, 0
+        self._gate, self._paused, self._asking, self._stopped = threading.Condition(), False, 0, False
         self._folder = tempfile.mkdtemp(prefix="moekit-vllm-", dir=folder or "/dev/shm")
         generator = torch.Generator().manual_seed(22)
         self._probe = torch.randint(config.vocab, (min(PROBE, config.max_positions - 2),), generator=generator).tolist()
@@ -273,7 +273,7 @@ class VLLMEngine:
             self._take(source.state_dict() if isinstance(source, Transformer) else source)
         want = self.expected() if expected is None else expected
         with self._alone():
-            before = self._old if self._broken else self._measure()
+            self._old = before = self._old if self._stopped else self._measure()  # a stopped server cannot be asked
             self._broken = f"the update to version {version} is not done; update the weights again"
             try:
                 sent = self._send(version)
@@ -287,7 +287,7 @@ class VLLMEngine:
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
                 raise EngineError(self._broken) from error
-            self._version, self._given, self._broken, self._old = version, True, "", now
+            self._version, self._given, self._broken, self._old, self._stopped = version, True, "", now, False
         return sent
 
     def follow(self, version: int) -> None:
@@ -427,7 +427,7 @@ class VLLMEngine:
             self._paused = paused
 
     def _stop(self, why: str) -> None:
-        self._broken = f"{why}; update the weights again"
+        self._broken, self._stopped = f"{why}; update the weights again", self._old is not None
         for what, body in (("update", {"update_info": {"abandon": True}}), ("pause", {"mode": "abort"})):
             try:
                 self.link.control(what, **body)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from vllm import LLM
 
+from moekit.errors import EngineError
 from moekit.model.presets import preset
 from moekit.model.transformer import Transformer
 from moekit.rollout.embedded import EmbeddedEngine
@@ -43,6 +44,13 @@ def main(folder: str) -> None:
         told["gaps"].append(gap(model, found, sampling))
         told["others"].append(gap(other, found, sampling))
         told["versions"].append(sorted({v for r in found for a in r.answers for v in a.version.tolist()}))
+    reset, VLLMEngine._reset = VLLMEngine._reset, lambda self: None
+    try:
+        engine.update_weights(B, 3)
+    except EngineError as error:
+        told["stale"] = str(error)
+    VLLMEngine._reset = reset
+    engine.update_weights(B, 4)
     engine.close()
     print(json.dumps(told))
 
