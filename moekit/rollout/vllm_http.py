@@ -23,7 +23,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from ..errors import EngineError
-from .vllm_engine import Request
+from .vllm_messages import Request
 from .vllm_plugin import BACKEND
 
 ROUTES = {

@@ -21,8 +21,9 @@ from vllm_traffic import HOW, PROMPTS, SHAPE, exchange, model
 from moekit.errors import CapabilityError, ConfigError, EngineError
 from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine import Sampling
-from moekit.rollout.vllm_engine import VLLMEngine, parameters, parse
+from moekit.rollout.vllm_engine import VLLMEngine
 from moekit.rollout.vllm_http import HTTPLink
+from moekit.rollout.vllm_messages import parameters, parse
 from moekit.rollout.vllm_plugin import inside
 
 TRAFFIC = json.loads(Path(__file__).with_name("vllm_traffic.json").read_text())["exchanges"]
