@@ -33,6 +33,10 @@ class BackendError(MoekitError, RuntimeError):
     """A kernel or backend was asked for and cannot run here."""
 
 
+class LearnerError(MoekitError, RuntimeError):
+    """A learner that cannot be used now: closed, or left with half of a checkpoint."""
+
+
 class EngineError(MoekitError, RuntimeError):
     """A rollout engine that cannot serve now: paused, or left with half of an update."""
 

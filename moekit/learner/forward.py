@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..config import LearnerConfig
 from ..data.batch import Batch, Flat
-from ..errors import DataError
+from ..errors import DataError, LearnerError
 from ..measure.memory import held_bytes
 from ..measure.tokens import RowCounter
 from ..model.transformer import Outputs, Transformer, check
@@ -28,6 +28,8 @@ from .mesh import Mesh, World
 from .overflow import Overflow
 from .precision import ExpertCaches, check_shape
 from .stages import part_of
+
+CLOSED = "it was closed, and its memory freed; make a new one of the model"
 
 
 class Forward:
@@ -81,6 +83,7 @@ class Forward:
             dtype = next(self.model.parameters()).dtype
             self.run = Pipeline(self.config, shape, self.mesh.pp, dtype, self.model.device).run
         self.overflow = Overflow(self.model, self.config, self.mesh.ep)
+        self.unfit = ""  # why it cannot be used, if so; the same on every rank
         self.scored = RowCounter.of(shape, component)  # of all passes without gradient since `collect`
         self.routes: list[dict[int, Tensor]] = []  # where asked for: expert choices [N, K] by layer held here
         self.sent: Counter[str] = Counter()  # bytes that this rank sent in those passes, by pass
@@ -187,6 +190,22 @@ class Forward:
         total = self.world.sum_list(float(n) for n in found.values())
         return {f"memory/{self.scored.component}_{kind}_bytes": n for kind, n in zip(found, total)}
 
+    def close(self) -> None:
+        """Give the model back, free exchange buffers and MXFP8 copies; refuse passes from then on. Can be repeated.
+
+        The model keeps its weights, and this rank's part of them. Every rank calls it before another use of the model
+        on another layout; a later `Learner` or `Forward` of the same model on the same layout does not need it."""
+        if self.unfit != CLOSED:
+            self.overflow.close()
+            if self.caches is not None:
+                self.caches.close()
+        self.unfit, self.caches = CLOSED, None
+
+    def check(self) -> None:
+        """Raise LearnerError if it cannot be used: closed, or after a `restore` that failed half-way."""
+        if self.unfit:
+            raise LearnerError(self.unfit)
+
     def _held(self) -> dict[str, Iterable[Tensor | None]]:
         weights = self.caches.caches.values() if self.caches is not None else ()
         operands = [q for w in weights for q in (w.operands.forward, w.operands.transposed) if q is not None]
@@ -235,6 +254,7 @@ class Forward:
         """Flat microbatches, checked, and as many on every rank (missing ones are empty and route nothing).
 
         `needs`: names of the extra values that every batch must bring. `units`: an objective's; it may refuse."""
+        self.check()
         flats, problem = list[Flat](), ""
         try:
             for b in batches:

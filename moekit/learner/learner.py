@@ -28,7 +28,7 @@ from ..objectives.balance import RouterLoss, balance_hf, bias_step, scope_count
 from ..objectives.base import Objective
 from ..objectives.denominator import StepCounts, step_counts, token_weights
 from . import state
-from .forward import Forward
+from .forward import CLOSED, Forward
 from .gradients import Gradients
 from .mesh import World
 from .optimizer import FlatAdamW
@@ -314,7 +314,15 @@ class Learner(Forward):
 
     def restore(self, folder: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint of any layout; returns its `extra`. See `moekit.learner.state.restore`."""
+        if self.unfit == CLOSED:
+            self.check()
         return state.restore(self, folder)
+
+    def close(self) -> None:
+        """As `Forward.close`; parameters are plain tensors again, with plain gradients."""
+        if self.unfit != CLOSED:
+            self.gradients.close()
+        super().close()
 
     def gradient(self) -> dict[str, Tensor]:
         """The last step's gradient by name, whole, on every rank (after clipping, if it was active). A collective."""

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import LearnerConfig
 from ..errors import CapacityError
 from ..model.transformer import Transformer
-from .dispatch import SyncDispatcher, make_dispatcher
+from .dispatch import ExpertParallel, SyncDispatcher, make_dispatcher
 from .mesh import World
 from .rowwise import RowwiseDispatcher
 from .state import random_state, set_random_state
@@ -77,6 +77,11 @@ class Overflow:
             return {}
         found = {"buffer_need": need, "buffer_used": used, "capacity": self.rowwise.capacity, "redone": float(redone)}
         return {f"dispatch/{name}": value for name, value in found.items()}
+
+    def close(self) -> None:
+        """Free the exchange buffers."""
+        if isinstance(self.dispatcher, ExpertParallel):
+            self.dispatcher.close()
 
     def _use(self, dispatcher: Any) -> None:
         for block in self.model.blocks.values():

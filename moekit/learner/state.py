@@ -92,6 +92,7 @@ def save(learner: Learner, folder: str | Path, extra: dict[str, Any] | None, *, 
     Raises:
         CheckpointError, StorageError: on every rank, whichever rank had the problem.
     """
+    learner.check()
     world = learner.world
     entries = learner.optimizer.state(learner.updates)
     first = learner.mesh.dp.rank == 0
@@ -130,6 +131,9 @@ def _agree(world: World, problem: Exception | None, what: str) -> None:
         raise CheckpointError(f"{what}: " + "; ".join(t for t in told if t))
 
 
+_HALF = "a restore failed while it was reading: restore this learner from a whole checkpoint"
+
+
 def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
     """Continue from a checkpoint: at the same layout bitwise the same steps follow; at another, bitwise equal state.
 
@@ -137,14 +141,19 @@ def restore(learner: Learner, folder: str | Path) -> dict[str, Any]:
     Returns:
         `extra` as it was saved.
     Raises:
-        CheckpointError: broken files, parameters missing or unknown, a checkpoint of another model shape.
+        CheckpointError: broken files, parameters missing or unknown, a checkpoint of another model shape. What was
+            found while reading leaves a learner of neither state: it refuses steps, passes and saves until a restore
+            succeeds.
     """
     problem, manifest = None, {}
     try:
         manifest = _read(learner, folder)
     except Exception as e:  # noqa: BLE001 (a rank reads what it wants, so one alone may find damage)
         problem = e
+    if any(learner.world.gather(learner.unfit)):  # also where this rank had not begun
+        learner.unfit = _HALF
     _agree(learner.world, problem, f"{folder} was not read")
+    learner.unfit = ""
     learner.optimizer.refresh()
     if learner.caches is not None:
         learner.caches.rebuild()
@@ -161,6 +170,7 @@ def _read(learner: Learner, folder: str | Path) -> dict[str, Any]:
         if theirs != ours:
             differ = [f"{k} is {theirs.get(k)!r} there, {ours[k]!r} here" for k in ours if theirs.get(k) != ours[k]]
             raise CheckpointError(f"{folder} is of another model: {', '.join(differ)}")
+        learner.unfit = _HALF
         wanted = learner.optimizer.wanted(there.manifest["updates"])
         wanted["buffer"] = [_whole(n, b) for n, b in learner._buffers().items()]
         whole = Transformer(learner.model.config, device="meta", seed=None)

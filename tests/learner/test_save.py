@@ -11,7 +11,7 @@ from moekit.checkpoint import files
 from moekit.checkpoint.save import latest, retain
 from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
-from moekit.errors import CheckpointError, StorageError
+from moekit.errors import CheckpointError, LearnerError, StorageError
 from moekit.learner.learner import Learner
 from moekit.learner.mesh import World
 from moekit.learner.optimizer import KINDS
@@ -88,6 +88,7 @@ def test_existing_folder_other_model_and_altered_file_are_refused(tmp_path):
     other = learner(config=ModelConfig(**{**MODEL.to_dict(), "experts": 8}))
     with pytest.raises(CheckpointError, match="experts"):
         other.restore(tmp_path / "c")
+    assert other.step([batch(0)])["step/index"] == 1  # nothing was read, nothing is broken
     file = tmp_path / "c" / "rank_00000.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-3] ^= 1
@@ -96,6 +97,47 @@ def test_existing_folder_other_model_and_altered_file_are_refused(tmp_path):
         one.restore(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         one.restore(tmp_path / "nothing")
+
+
+def test_a_learner_with_half_a_checkpoint_refuses_until_it_has_a_whole_one(tmp_path):
+    one, other = learner(), learner()
+    for step in range(2):
+        other.step([batch(step)])
+    other.save(tmp_path / "good")
+    other.save(tmp_path / "bad")
+    file = tmp_path / "bad" / "rank_00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="rank_00000"):
+        one.restore(tmp_path / "bad")
+    for use in (lambda: one.step([batch(2)]), lambda: one.evaluate([batch(2)]), lambda: one.save(tmp_path / "half")):
+        with pytest.raises(LearnerError, match="whole checkpoint"):
+            use()
+    assert not (tmp_path / "half").exists()
+    one.restore(tmp_path / "good")
+    assert one.step([batch(2)])["loss/total"] == other.step([batch(2)])["loss/total"]
+
+
+def test_a_closed_learner_gives_its_model_back(tmp_path):
+    one = learner()
+    one.step([batch(0)])
+    one.save(tmp_path / "c")
+    one.close()
+    one.close()
+    for use in (lambda: one.step([batch(1)]), lambda: one.save(tmp_path / "d"), lambda: one.restore(tmp_path / "c")):
+        with pytest.raises(LearnerError, match="closed"):
+            use()
+    plain = Transformer(MODEL, seed=0)
+    plain.load_state_dict(one.model.state_dict())
+
+    def gradient(model):
+        flat = batch(1).flat
+        model(flat).score_M.sum().backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    got, want = gradient(one.model), gradient(plain)
+    assert all(torch.equal(got[n], want[n]) for n in want) and len(want) > 10
 
 
 def test_a_failed_save_leaves_the_previous_one_and_nothing_else(tmp_path, monkeypatch):
