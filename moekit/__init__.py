@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .objectives.sft import SFT
     from .recipes.generate import generate
     from .recipes.layouts import check_layouts
+    from .viz.compare import compare
     from .viz.live import live
     from .viz.show import show
 
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "attach",
     "check_layouts",
+    "compare",
     "errors",
     "export",
     "generate",
@@ -76,6 +78,7 @@ _MODULES = {
     "recipes.generate": "generate",
     "recipes.layouts": "check_layouts",
     "measure.headline": "headline",
+    "viz.compare": "compare",
     "viz.live": "live",
     "viz.show": "show",
 }

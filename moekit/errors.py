@@ -61,6 +61,14 @@ class RunError(MoekitError, ValueError):
     """A run folder that is missing, is not one, or holds a broken record."""
 
 
+class UnlikeRunsError(MoekitError, ValueError):
+    """Runs that differ in more than what a comparison is about; `differences`: name -> run -> value."""
+
+    def __init__(self, message: str, differences: dict[str, dict[str, object]] | None = None):
+        super().__init__(message)
+        self.differences = differences or {}
+
+
 class StorageError(MoekitError, OSError):
     """A folder that cannot be written, or a disk that is full; nothing half-written was left behind."""
 

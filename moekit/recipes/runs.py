@@ -10,14 +10,17 @@ return record.finish()
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..checkpoint.save import latest
 from ..config import LearnerConfig, ModelConfig, RunConfig
 from ..data.stream import RowStream
@@ -26,7 +29,7 @@ from ..learner.forward import Forward
 from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..learner.weights import export, from_checkpoint
-from ..measure.card import RunCard, base_checkpoint
+from ..measure.card import RunCard, base_checkpoint, hash_data
 from ..measure.record import RunWriter, open_run
 from ..model.presets import parameter_counts
 from ..model.transformer import Part, Transformer
@@ -47,6 +50,7 @@ class Run:
     place: Here
     world: World
     waits: World  # the same ranks, with patience
+    words: dict[str, str] = field(default_factory=dict)  # hashes of tokenizer and chat template
 
     def model(
         self, name: str | None = None, layout: LearnerConfig | None = None, shape: ModelConfig | None = None
@@ -77,11 +81,13 @@ def begin(
             folder, shape, tokenizer = setup.check(config, place, name, task)
             if check is not None:
                 check(shape, place)
+            told = {"tokenizer": tokenizer.backend_tokenizer.to_str(), "template": tokenizer.get_chat_template()}
+            words = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in told.items()}
             data = load(tokenizer, shape)
             print(f"{config.data}: {data.report}", flush=True)
-            found = folder, shape, data
-    folder, shape, data = share(waits, found)
-    return Run(name, config, folder, shape, data, place, world, waits)
+            found = folder, shape, data, words
+    folder, shape, data, words = share(waits, found)
+    return Run(name, config, folder, shape, data, place, world, waits, words)
 
 
 def continued(run: Run, learner: Learner, critic: Learner | None = None) -> tuple[int, dict[str, Any]]:
@@ -169,7 +175,9 @@ class Recorder:
                         model = from_checkpoint(latest(run.folder / CHECKPOINTS) or run.folder)
                     export(model, out, setup.tokenizer_folder(config), overwrite=out.exists())
                 assert self.card is not None
-                card = self.card.finish(open_run(run.folder).metrics, **results)
+                measured = {bucket: choice["form"] for bucket, choice in ops.choices().items()}
+                layout = {**self.card.layout, "kernels": {**self.card.layout["kernels"], **measured}}
+                card = replace(self.card, layout=layout).finish(open_run(run.folder).metrics, **results)
                 self.writer.card(card)
                 summary = _summary(run, card, out, learner) | results
         return share(run.waits, summary)
@@ -177,6 +185,9 @@ class Recorder:
     def _card(self, objective: dict[str, Any], batch: dict[str, Any]) -> RunCard:
         run, config, learner = self.run, self.run.config, self.learner
         report = getattr(run.data, "report", None)
+        there = isinstance(config.data, str) and Path(config.data).exists()  # else a task, or what is in memory
+        known = ops.explain(run.place.device, setup.DTYPES[config.dtype]).items()
+        kernels = {name: re.split("[:(,]", told)[0].strip() for name, told in known}
         return RunCard(
             name=run.folder.resolve().name,
             base=base_checkpoint(config.model, seed=config.seed),
@@ -184,8 +195,10 @@ class Recorder:
             objective={"name": run.name, **objective},
             learner={**config.learner.to_dict(), "dtype": config.dtype},
             layout={"world": run.world.size, "dp": learner.mesh.dp.size, "threads of a rank": torch.get_num_threads(),
+                    "device": torch.device(run.place.device).type, "backend": ops.backend(), "kernels": kernels,
                     **{name: getattr(config.learner, name) for name in setup.LAYOUT}},
-            batch={"data": config.data, **batch, "fingerprint": run.data.fingerprint,
+            batch={"data": config.data, **({"sha256": hash_data(config.data)} if there else {}), **run.words, **batch,
+                   "fingerprint": run.data.fingerprint,
                    "report": report.to_dict() if report is not None else {}},
         )  # fmt: skip
 
