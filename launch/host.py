@@ -68,6 +68,13 @@ def gpus(timeout: float = 10.0) -> list[Gpu]:
     ]
 
 
+def visible_gpus() -> int:
+    """GPUs that processes started from here would see: this machine's, less what CUDA_VISIBLE_DEVICES hides."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(gpus())
+    return count if listed is None else min(count, sum(entry.strip() not in ("", "-1") for entry in listed.split(",")))
+
+
 def _nvidia_smi(query: str, timeout: float) -> list[list[str]]:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:

@@ -45,13 +45,13 @@ def first_failure(
         by_agent = (code == -signal.SIGTERM and had_reason) or (code == -signal.SIGKILL and late)
         by_agent |= code is None and bool(_stack(folder, rank))
         if written[rank] is None and not by_agent:
-            error = _death_notice(rank, code, death["time"])
+            error = death_notice(rank, code, death["time"])
             write_json(folder / "errors" / f"rank_{rank}.json", error)
             errors.append(error)
     return min(errors, key=lambda error: (error["knock_on"], error["time"]), default=None)
 
 
-def _death_notice(rank: int, code: int | None, when: float) -> dict[str, Any]:
+def death_notice(rank: int, code: int | None, when: float) -> dict[str, Any]:
     message = f"ended with exit code {code} before its function returned"
     if code is None:
         message = "ended without a word: it was killed (as when memory runs out), or its node went down"
@@ -78,6 +78,13 @@ def _stack(folder: Path, rank: int) -> str:
     """Where a SIGTERM met a rank; empty when there was none."""
     path = folder / "ranks" / f"rank_{rank}.stack"
     return path.read_text() if path.exists() else ""
+
+
+def place(folder: Path, rank: int) -> str:
+    """Where the last stack that a rank left stands: its innermost frame outside of torch."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', _stack(folder, rank).rpartition("(most recent")[2])
+    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    return "{}:{} in {}".format(*own[0]) if own else "an unknown place"
 
 
 def from_ranks(folder: Path, state: dict[str, Any]) -> dict[str, Any]:

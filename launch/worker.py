@@ -61,7 +61,7 @@ def main() -> None:
     """Entry of a rank's process: ``<folder> [<process id of the agent>]``; the rank is in the environment."""
     folder, rank = Path(sys.argv[1]).absolute(), int(os.environ["RANK"])
     die_with_parent(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
-    _log_to(folder / "logs" / f"rank_{rank}.log")
+    log_to(folder / "logs" / f"rank_{rank}.log")
     faulthandler.enable()
     # A rank that is ended because others failed leaves behind where it was: that may be what they waited for.
     stack = (folder / "ranks" / f"rank_{rank}.stack").open("w")
@@ -71,7 +71,7 @@ def main() -> None:
     threading.Thread(target=_live, args=(folder, rank), daemon=True).start()
     try:
         value = _call(folder, read_json(folder / "config.json") or {}, rank)
-        _store_result(folder / "results" / f"rank_{rank}.pkl", value, rank)
+        (folder / "results" / f"rank_{rank}.pkl").write_bytes(dumps_result(value, rank))
         _tell(folder, rank, "returned")
     except BaseException as error:  # noqa: BLE001  whatever ended the call is what the user has to see
         _store_error(folder, rank, error)
@@ -80,7 +80,7 @@ def main() -> None:
     _leave()
 
 
-def _log_to(path: Path) -> None:
+def log_to(path: Path) -> None:
     """stdout and stderr, also those of C++ code and of child processes, go to one file, line by line."""
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)
@@ -133,22 +133,32 @@ def _call(folder: Path, config: dict[str, Any], rank: int) -> Any:
         packed = pickle.load(file)
     os.chdir(packed["cwd"])
     sys.path[:] = packed["sys_path"]
-    for name, text in packed["sources"].items():  # so that tracebacks, inspect and compilers see a cell's source
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    know_sources(packed["sources"])
     world = config["nproc"] * config["nodes"]
     if int(os.environ["WORLD_SIZE"]) != world:
         asked = f"{folder} was submitted for {world} (nodes={config['nodes']}, nproc={config['nproc']})"
         raise ConfigError(f"torchrun started {os.environ['WORLD_SIZE']} ranks, and {asked}; use its node.sh")
     join(config["threads"], config["device"], config["timeout"])
     _tell(folder, rank, "running")
+    fn, args, kwargs = loads(packed["call"], config["function"])
+    return fn(*args, **kwargs)
+
+
+def know_sources(sources: dict[str, str]) -> None:
+    """Lets tracebacks, inspect and compilers see the source of cells: name of the cell -> its text."""
+    for name, text in sources.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+def loads(call: bytes, function: str, unpickler: type[pickle.Unpickler] = pickle.Unpickler) -> tuple[Any, tuple, dict]:
+    """The call of `function` that `dumps` made: what to call, with which arguments and keywords."""
     try:
-        fn, args, kwargs = pickle.loads(packed["call"])
+        return unpickler(io.BytesIO(call)).load()
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"a rank cannot import {error.name!r}, which {config['function']} needs; put that module on the path of "
+            f"a rank cannot import {error.name!r}, which {function} needs; put that module on the path of "
             "the process that submits, or define what it holds in the notebook"
         ) from error
-    return fn(*args, **kwargs)
 
 
 def join(threads: int | None = None, device: str = "auto", timeout: float = 600.0) -> None:
@@ -176,18 +186,18 @@ def join(threads: int | None = None, device: str = "auto", timeout: float = 600.
     dist.all_reduce(torch.zeros(1))
 
 
-def _store_result(path: Path, value: Any, rank: int) -> None:
+def dumps_result(value: Any, rank: int) -> bytes:
+    """What `rank` returned, for the process that asked."""
     try:
-        data = dumps(value)
+        return dumps(value)
     except Exception as error:
         raise ConfigError(
             f"the value that rank {rank} returned cannot be pickled ({type(error).__name__}: {error}); return plain "
             "data, arrays or tensors, or write a file in moekit.here().folder"
         ) from error
-    path.write_bytes(data)
 
 
-_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|process ?group", re.IGNORECASE)
+COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|process ?group", re.IGNORECASE)
 
 
 def _is_knock_on(error: BaseException | None) -> bool:
@@ -197,20 +207,26 @@ def _is_knock_on(error: BaseException | None) -> bool:
     seen = list[BaseException]()
     while error is not None and error not in seen:  # an error raised again may be in its own past
         seen.append(error)
-        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and _COLLECTIVE.search(str(error))):
+        if isinstance(error, DistError) or (isinstance(error, RuntimeError) and COLLECTIVE.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _store_error(folder: Path, rank: int, error: BaseException) -> None:
+def describe_error(rank: int, error: BaseException) -> dict[str, Any]:
+    """`error` as plain data; the traceback begins at the user's first frame, when there is one."""
     said = {"rank": rank, "type": type(error).__name__, "message": str(error), "time": time.time()}
-    tb = error.__traceback__  # shown from the user's first frame on, when there is one
-    while tb is not None and tb.tb_frame.f_globals.get("__name__") == __name__ and tb.tb_next is not None:
+    tb, ours = error.__traceback__, (__name__, f"{__package__}.engines")
+    while tb is not None and tb.tb_frame.f_globals.get("__name__") in ours and tb.tb_next is not None:
         tb = tb.tb_next
     said["traceback"] = "".join(traceback.format_exception(type(error), error, tb))
-    print(said["traceback"], file=sys.stderr, flush=True)
     said["knock_on"] = "torch" in sys.modules and _is_knock_on(error)
+    return said
+
+
+def _store_error(folder: Path, rank: int, error: BaseException) -> None:
+    said = describe_error(rank, error)
+    print(said["traceback"], file=sys.stderr, flush=True)
     try:
         write_json(folder / "errors" / f"rank_{rank}.json", said)
     except OSError:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .config import DataConfig, FilterConfig, LearnerConfig, ModelConfig, RouterLossConfig, SFTConfig
     from .data.batch import Batch
     from .launch.job import Job, attach
+    from .launch.pool import workers
     from .launch.submit import submit
     from .launch.worker import here
     from .learner.learner import Learner
@@ -60,6 +61,7 @@ __all__ = [
     "ops",
     "show",
     "submit",
+    "workers",
 ]
 
 # the module that holds them -> public names; an empty string: the names are themselves modules
@@ -68,6 +70,7 @@ _MODULES = {
     "config": "DataConfig FilterConfig LearnerConfig ModelConfig RouterLossConfig SFTConfig",
     "data.batch": "Batch",
     "launch.job": "Job attach",
+    "launch.pool": "workers",
     "launch.submit": "submit",
     "launch.worker": "here",
     "learner.learner": "Learner",
