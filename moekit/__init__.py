@@ -25,26 +25,41 @@ if TYPE_CHECKING:
     from .measure.headline import headline
     from .measure.record import open_run
     from .model.transformer import Transformer
+    from .objectives.dpo import DPO
+    from .objectives.grpo import GRPO
+    from .objectives.ppo import PPO
     from .objectives.sft import SFT
     from .recipes.generate import generate
     from .recipes.layouts import check_layouts
+    from .rollout.embedded import EmbeddedEngine
+    from .rollout.engine import Sampling
     from .viz.compare import compare
     from .viz.live import live
     from .viz.show import show
+    from .workloads import DPOConfig, GRPOConfig, PPOConfig, RewardConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DPO",
+    "GRPO",
+    "PPO",
     "SFT",
     "Batch",
+    "DPOConfig",
     "DataConfig",
+    "EmbeddedEngine",
     "FilterConfig",
+    "GRPOConfig",
     "Job",
     "Learner",
     "LearnerConfig",
     "ModelConfig",
+    "PPOConfig",
+    "RewardConfig",
     "RouterLossConfig",
     "SFTConfig",
+    "Sampling",
     "Transformer",
     "__version__",
     "attach",
@@ -77,12 +92,18 @@ _MODULES = {
     "learner.weights": "export load",
     "measure.record": "open_run",
     "model.transformer": "Transformer",
+    "objectives.dpo": "DPO",
+    "objectives.grpo": "GRPO",
+    "objectives.ppo": "PPO",
     "objectives.sft": "SFT",
     "recipes.generate": "generate",
     "recipes.layouts": "check_layouts",
     "measure.headline": "headline",
     "viz.compare": "compare",
+    "rollout.embedded": "EmbeddedEngine",
+    "rollout.engine": "Sampling",
     "viz.live": "live",
+    "workloads": "DPOConfig GRPOConfig PPOConfig RewardConfig",
     "viz.show": "show",
 }
 _HOMES = {name: home for home, names in _MODULES.items() for name in names.split()}
