@@ -1,15 +1,15 @@
 """`workers`: ranks that stay, for stepping through ideas: define, step, edit, step again, look at any rank's tensors.
 
->>> pool = workers(2)                                          # doctest: +SKIP
->>> pool.run(lambda: moekit.here().rank)                       # doctest: +SKIP
-[0, 1]
->>> pool.put("batch", batch)                                   # doctest: +SKIP
->>> pool.run(lambda: learner.model.layers[0].moe.router(x))    # doctest: +SKIP
+>>> pool = workers(2)                                                      # doctest: +SKIP
+>>> pool.run(make_learner, config)  # in it: `global learner`              # doctest: +SKIP
+>>> pool.put("batch", batch)                                               # doctest: +SKIP
+>>> pool.run(lambda: learner.step(batch, SFT()))                           # doctest: +SKIP
+>>> pool.get("learner.model.layers[0].moe.router.weight", rank=1)          # doctest: +SKIP
 
-Names live on: what a function assigns with `global`, and what a ``%%px`` cell assigns, is there in the next call. What
-a function uses of the notebook travels with it, in its newest form; names that the notebook does not have are the
-rank's. A module of your own that was edited is loaded again before the next call or cell runs (IPython's superreload);
-after an edit of moekit itself, `Pool.restart`.
+Names stay on the ranks: what a function assigns with `global`, what a ``%%px`` cell assigns, what `Pool.put` puts. What
+a function uses of the notebook travels with it, as it is now; names that the notebook does not have are the rank's. A
+module of yours that was edited is loaded again before the next call or cell, by IPython's superreload, so objects made
+before have the new methods. Installed modules and moekit's own are not; after an edit of those, `Pool.restart`.
 """
 
 import math
@@ -23,7 +23,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -38,9 +40,9 @@ from .processes import kill_descendants, python_command, stamp
 from .submit import _check, _is_count, _name_of, _pack
 from .worker import COLLECTIVE
 
-START_S = 120.0
-GRACE_S = 3.0  # what other ranks get after the first error, before they are interrupted; and again after that
-SHOWN_LINES, SHOWN_WIDTH = 200, 2000  # of a rank's output in one call
+_START_S = 120.0
+_GRACE_S = 3.0  # for the other ranks after the first error, until they are interrupted; and after that, to answer
+_LINES, _WIDTH, _CHUNK = 200, 2000, 1 << 16  # of a rank's output in one call
 _ANEW = "pool.restart() starts it anew, without the names that its ranks had"
 
 
@@ -50,19 +52,18 @@ def workers(
 ) -> "Pool":  # fmt: skip
     """Starts `nproc` processes that stay, joined by torch.distributed as those of `moekit.submit` are.
 
-    They are ipyparallel engines: a ``%%px`` cell runs on all of them (of the pool that was started last, see
-    `Pool.activate`), and so does ``pool(fn, *args)``. They end with this process, however that ends.
+    They are ipyparallel engines: ``pool(fn, *args)`` runs on all of them, and so does a ``%%px`` cell (of the pool that
+    was started last, or that `Pool.activate` chose). They end with this process, however that ends.
 
     Args:
-        nproc: ranks; may be more than there are cores, not more than there are GPUs (but with `device="cpu"`).
+        nproc: ranks; may be more than there are cores, but not more than there are GPUs (see `device`).
         device, threads, timeout, env, malloc: as in `moekit.submit`.
     Raises:
         ConfigError: a setting cannot work. Nothing was started.
         BackendError: ipyparallel is not installed, or the processes did not come up.
-    Cost: about 4 s, and 2 s more for every rank beyond the number of cores; a call about 10 ms.
     """
     if find_spec("ipyparallel") is None:
-        raise BackendError("moekit.workers needs ipyparallel: pip install 'moekit[notebooks]'")
+        raise BackendError("moekit.workers needs ipyparallel; install it with: pip install 'moekit[notebooks]'")
     if threads is None and _is_count(nproc):
         threads = max(1, cpu_count() // nproc)
     settings = {"threads": threads, "device": device, "timeout": timeout}
@@ -70,12 +71,12 @@ def workers(
     _check(workers, env or {}, SimpleNamespace(**settings, **rest))
     gpus = 0 if device == "cpu" else visible_gpus()
     if nproc > gpus and (gpus or device == "cuda"):
-        raise ConfigError(f"nproc={nproc} ranks need a GPU each, and there are {gpus}; use fewer, or device='cpu'")
+        raise ConfigError(f"nproc={nproc} ranks need one GPU each, and {gpus} are visible here; or use device='cpu'")
     return Pool(nproc, settings, environment(env, threads=threads or 1, malloc=malloc))
 
 
 class Pool:
-    """Ranks that stay; get one from `moekit.workers`. As a context manager it closes itself."""
+    """Ranks that stay; get one from `moekit.workers`. A context manager that closes itself."""
 
     def __init__(self, nproc: int, settings: dict[str, Any], env: dict[str, str]):
         self.nproc, self._settings = nproc, settings
@@ -84,16 +85,16 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        self._client, self._logs, self._stuck, self.pids = None, [], {}, []
-        self.folder = Path(tempfile.mkdtemp(prefix="moekit-pool-"))
+        self._client, self._stuck, self.pids = None, dict[int, Any](), list[int]()
+        self.folder, me = Path(tempfile.mkdtemp(prefix="moekit-pool-")), os.getpid()
         for name in ("logs", "ranks"):
             (self.folder / name).mkdir()
-        me = os.getpid()
         command = python_command("engines", "guard", str(self.folder), str(self.nproc), str(me), stamp(me) or "")
+        env = self._env | {"IPYTHONDIR": str(self.folder)}  # nothing of this is to be found in the user's own
         with (self.folder / "logs" / "guard.log").open("ab") as log:
             self._guard = subprocess.Popen(  # its own session: an interrupt of the notebook must not reach it
-                command, cwd=self.folder, env=self._env | {"IPYTHONDIR": str(self.folder)}, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
             )  # fmt: skip
         try:
             self._connect()
@@ -106,11 +107,9 @@ class Pool:
 
         self._wait_for((self.folder / "ready").exists)
         info = self.folder / "security" / "ipcontroller-pool-client.json"
-        self._client = client = Client(
-            str(info), profile_dir=str(self.folder), ipython_dir=str(self.folder), timeout=60
-        )
+        self._client = client = Client(str(info), ipython_dir=str(self.folder), timeout=60)
         self._wait_for(lambda: len(client.ids) == self.nproc)
-        self._logs = [_Log(self.folder / "logs" / f"rank_{rank}.log", rank) for rank in range(self.nproc)]
+        self._logs = [(self.folder / "logs" / f"rank_{rank}.log").open("rb") for rank in range(self.nproc)]
         port = self._call(engines.open_store, (), ranks=[0])[0]
         path = [os.path.abspath(entry) for entry in sys.path]
         joined = self._call(engines.join, (port, os.getcwd(), path, self._settings))
@@ -118,50 +117,49 @@ class Pool:
         self.activate()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + START_S
+        end = time.monotonic() + _START_S
         while not condition():
             self._check_alive()
             if time.monotonic() > end:
-                raise BackendError(f"the pool did not start in {START_S:.0f} s:\n{self.logs('guard')}")
+                raise BackendError(f"the pool did not start in {_START_S:.0f} s; its log:\n{self.logs('guard')}")
             time.sleep(0.02)
 
     def activate(self) -> None:
         """Makes this the pool whose ranks ``%px`` and ``%%px`` use; in a notebook only."""
-        shell = sys.modules["IPython"].get_ipython()
-        if shell is None:
-            return
         from ipyparallel.client.magics import ParallelMagics
+        from IPython import get_ipython
 
         class PoolMagics(ParallelMagics):
-            def parallel_execute(
-                magics, cell: str, block: Any = None, groupby: str = "type", save_name: Any = None, **_: Any
-            ):
+            def parallel_execute(it, cell, block=None, groupby="type", save_name=None, **_):
                 self._check_alive(idle=True)
-                result = magics.last_result = magics.view.execute(cell, silent=False, block=False)
+                result = it.last_result = it.view.execute(cell, silent=False, block=False)
                 if save_name:
-                    shell.user_ns[save_name] = result
-                if not (magics.view.block if block is None else block):
+                    it.shell.user_ns[save_name] = result
+                if not (it.view.block if block is None else block):
                     return result
                 try:
                     self._finish({part._targets[0]: part for part in result.split()})
                 finally:
-                    result.display_outputs(groupby)
+                    if result.done():
+                        result.display_outputs(groupby)
 
-        shell.magics_manager.register(PoolMagics(shell, self._client.direct_view(block=True)))
+        if (shell := get_ipython()) is not None:
+            shell.magics_manager.register(PoolMagics(shell, self._client.direct_view(block=True)))
 
     # Calls
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Runs ``fn(*args, **kwargs)`` on all ranks; what they return, by rank. ``pool(fn, ...)`` is the same.
 
-        What ranks print is shown with the rank before it, the first lines of it; `logs` has all.
+        The first lines of what ranks print are shown, each with its rank; `logs` has the last ones.
 
         Args:
             timeout: seconds after which the ranks are interrupted. A keyword `timeout` of `fn` has to be bound with
                 functools.partial.
         Raises:
-            JobError: a rank failed (`rank`, `traceback`). The others get 3 s, are then interrupted, and when that does
-                not reach them within 3 s, for they wait in a collective, the pool needs `restart`. Or a rank has died.
+            JobError: a rank failed (`rank`, `traceback`). The others get 3 s and are then interrupted; those that this
+                does not reach either, for they wait in a collective, are named, and the pool needs `restart`.
+                Or a rank has died.
             TimeoutError: it took longer than `timeout`.
         """
         return self._call(fn, args, kwargs, limit=timeout)
@@ -169,7 +167,7 @@ class Pool:
     __call__ = run
 
     def get(self, expression: str, rank: int = 0) -> Any:
-        """A copy of what a name or an expression is on `rank`: ``pool.get("learner.parameters['head']", rank=1)``."""
+        """A copy of what a name, or any expression, is on `rank`."""
         return self._call(engines.look, (expression,), ranks=[rank])[0]
 
     def put(self, name: str, value: Any, rank: int | None = None) -> None:
@@ -177,7 +175,7 @@ class Pool:
         self._call(engines.put, ({name: value},), ranks=None if rank is None else [rank])
 
     def _call(
-        self, fn: Any, args: tuple, kwargs: dict[str, Any] | None = None, ranks: Any = None, limit: float | None = None
+        self, fn: Any, args: tuple, kwargs: Any = None, ranks: Any = None, limit: float | None = None
     ) -> list[Any]:
         packed = _pack(fn, args, kwargs or {}, _name_of(fn))
         if wrong := [rank for rank in ranks or () if rank not in range(self.nproc)]:
@@ -188,45 +186,43 @@ class Pool:
 
     def _finish(self, parts: dict[int, Any], limit: float | None = None) -> list[Any]:
         """Waits for the part of every rank: their values, or the error of the rank that failed first."""
-        answers, interrupted, told = dict[int, tuple[bool, Any]](), list[int](), None
-        end = time.monotonic() + (math.inf if limit is None else limit)
-        while pending := [rank for rank in parts if rank not in answers]:
+        answers, failed, interrupted = dict[int, Any](), dict[int, Any](), list[int]()
+        told, end = None, time.monotonic() + (math.inf if limit is None else limit)
+        self._shown = [0] * self.nproc
+        while pending := [rank for rank in parts if rank not in answers | failed]:
             try:
                 wait([parts[rank] for rank in pending], 0.05, FIRST_COMPLETED)
                 self._show()
             except KeyboardInterrupt as error:
                 told, end = error, 0.0
-            answers |= {rank: _answer(rank, parts[rank]) for rank in pending if parts[rank].done()}
-            failed = {rank: answer for rank, (good, answer) in answers.items() if not good}
-            pending = [rank for rank in pending if rank not in answers]
-            if failed and not interrupted:
-                end = min(end, time.monotonic() + GRACE_S)
-            if pending:
+            for rank in (done := [rank for rank in pending if parts[rank].done()]):
+                good, answer = _answer(parts[rank])
+                (answers if good else failed)[rank] = answer
+            if not done:
                 self._check_alive()
-            if pending and time.monotonic() >= end:
-                if interrupted or not self.pids:
-                    break
-                interrupted, end = pending, time.monotonic() + GRACE_S
-                for rank in pending:
-                    os.kill(self.pids[rank], signal.SIGINT)
-                if not failed and told is None:
-                    told = TimeoutError(f"the call took longer than {limit} s")
+            if failed and not interrupted:
+                end = min(end, time.monotonic() + _GRACE_S)
+            if done or time.monotonic() < end:
+                continue
+            if interrupted or not self.pids:
+                break
+            interrupted, end = pending, time.monotonic() + _GRACE_S
+            for rank in interrupted:
+                os.kill(self.pids[rank], signal.SIGINT)
+            told = told or TimeoutError(f"the call took longer than {limit} s")
         self._show(last=True)
         self._stuck = {rank: parts[rank] for rank in pending}
-        note = f"{_ranks(interrupted)} had not ended and got an interrupt; the pool can be used" if interrupted else ""
-        if pending:
-            note = self._stuck_at(pending)
-        else:
-            self._client.purge_local_results(list(parts.values()))
-        own = {rank: error for rank, error in failed.items() if rank not in interrupted}
-        if own:
+        note = f"{_ranks(interrupted)} had not ended and got an interrupt; the pool goes on" if interrupted else ""
+        note = self._where(pending) if pending else note
+        if own := {rank: error for rank, error in failed.items() if rank not in interrupted}:
             rank, error = min(own.items(), key=lambda item: (item[1]["knock_on"], item[1]["time"]))
-            message = f"rank {rank}: {error['type']}: {error['message']}\n\n{error['traceback']}\n{note}".rstrip()
-            raise JobError(message, rank, error["traceback"])
+            message = f"rank {rank}: {error['type']}: {error['message']}\n\n{error['traceback']}\n{note}"
+            raise JobError(message.rstrip(), rank, error["traceback"])
         if told is not None:
             told.add_note(note)
             raise told
-        return [answers[rank][1] for rank in parts]
+        self._client.purge_local_results(list(parts.values()))
+        return [answers[rank] for rank in parts]
 
     def _check_alive(self, idle: bool = False) -> None:
         """Raises JobError: the pool has ended, a rank has died, or (`idle`) ranks are still in an earlier call."""
@@ -237,18 +233,27 @@ class Pool:
                 how = death_notice(rank, ended["exit_code"], 0.0)["message"]
                 raise JobError(f"the pool lost rank {rank}: it {how}; {_ANEW}\n\nIts log:\n{self.logs(rank, 15)}", rank)
         if idle and (still := [rank for rank, part in self._stuck.items() if not part.done()]):
-            raise JobError(self._stuck_at(still), still[0])
+            raise JobError(self._where(still), still[0])
 
-    def _stuck_at(self, ranks: list[int]) -> str:
+    def _where(self, ranks: list[int]) -> str:
         for rank in ranks:
-            os.kill(self.pids[rank], signal.SIGUSR1)  # writes the rank's stack
+            os.kill(self.pids[rank], signal.SIGUSR1)  # has it write its stack
         time.sleep(0.3)
-        at = "".join(f"\n  rank {rank} at {place(self.folder, rank)}" for rank in ranks)
+        at = "".join(f"\n  rank {rank} is at {place(self.folder, rank)}" for rank in ranks)
         return f"{_ranks(ranks)} did not answer to an interrupt, as in a collective that not all join; {_ANEW}{at}"
 
     def _show(self, last: bool = False) -> None:
-        for log in self._logs:
-            log.show(last)
+        for rank, log in enumerate(self._logs):
+            for line in islice(iter(partial(log.readline, _CHUNK), b""), _CHUNK):
+                if not (last or line.endswith(b"\n") or len(line) == _CHUNK):
+                    log.seek(-len(line), os.SEEK_CUR)  # until it is whole
+                    break
+                self._shown[rank] += 1
+                if self._shown[rank] <= _LINES:  # of a progress bar, its last state
+                    print(f"[rank {rank}] {line.decode(errors='replace').rstrip().rpartition(chr(13))[2][:_WIDTH]}")
+            if last and self._shown[rank] > _LINES:
+                print(f"[rank {rank}] ... pool.logs({rank}) has the last of its lines")
+                log.seek(0, os.SEEK_END)
 
     def logs(self, rank: int | str = 0, lines: int = 40) -> LogText:
         """The last `lines` lines that `rank` printed."""
@@ -257,7 +262,7 @@ class Pool:
     # Its end
 
     def restart(self) -> None:
-        """Ends the pool's processes and starts it anew; the names that ranks had are gone."""
+        """Ends the pool's processes and starts it anew; the names that its ranks had are gone."""
         self.close()
         self._start()
 
@@ -265,15 +270,12 @@ class Pool:
         """Ends the pool's processes; none is left when it returns."""
         if self._client is not None:
             self._client.close(linger=0)
-        for log in self._logs:
-            log.file.close()
         self._guard.terminate()
         try:
             self._guard.wait(15.0)
         except subprocess.TimeoutExpired:
             kill_descendants(self._guard.pid)
             self._guard.kill()
-            self._guard.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -290,45 +292,20 @@ class Pool:
         return f"Pool({self.nproc} ranks on {', '.join(dict.fromkeys(self.devices))}, ready)"
 
 
-class _Log:
-    """What a rank prints: the first lines of each call are shown, with the rank before them."""
-
-    def __init__(self, path: Path, rank: int):
-        self.file, self.rank = path.open(errors="backslashreplace", newline="\n"), rank
-        self.rest, self.lines = "", 0
-
-    def show(self, last: bool) -> None:
-        while chunk := self.file.read(1 << 16):
-            *lines, self.rest = (self.rest + chunk).split("\n")
-            self.rest = self.rest.rpartition("\r")[2][-SHOWN_WIDTH:]  # of a progress bar, its last state
-            self._print(lines)
-            if not last:
-                return
-        if last:
-            self._print([self.rest] if self.rest else [])
-            if self.lines > SHOWN_LINES:
-                print(f"[rank {self.rank}] and {self.lines - SHOWN_LINES} lines more: pool.logs({self.rank})")
-            self.rest, self.lines = "", 0
-
-    def _print(self, lines: list[str]) -> None:
-        for line in lines[: max(0, SHOWN_LINES - self.lines)]:
-            print(f"[rank {self.rank}] {line.rpartition(chr(13))[2][:SHOWN_WIDTH]}")
-        self.lines += len(lines)
-
-
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _answer(rank: int, part: Any) -> tuple[bool, Any]:
+def _answer(part: Any) -> tuple[bool, Any]:
     """Whether a rank's part went well, and its value or its error as plain data."""
     from ipyparallel.error import CompositeError, RemoteError
 
     try:
         got = part.get()
+        return got if isinstance(got, tuple) else (True, None)
     except RemoteError as error:  # of a cell
-        one = RemoteError(*error.elist[0]) if isinstance(error, CompositeError) else error
-        knock_on = one.ename.startswith("Dist") or (one.ename == "RuntimeError" and bool(COLLECTIVE.search(one.evalue)))
-        said = {"type": one.ename, "message": one.evalue, "traceback": one.traceback, "time": time.time()}
-        return False, said | {"knock_on": knock_on}
-    return got if isinstance(got, tuple) else (True, None)
+        name, text, trace, _ = (
+            error.elist[0] if isinstance(error, CompositeError) else (*error.args, error.traceback, 0)
+        )
+        knock_on = name.startswith("Dist") or (name == "RuntimeError" and bool(COLLECTIVE.search(text)))
+        return False, {"type": name, "message": text, "traceback": trace, "time": time.time(), "knock_on": knock_on}
