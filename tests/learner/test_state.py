@@ -22,17 +22,17 @@ def ran(tmp_path_factory) -> dict:
     """(phase, world size, rank) -> results: all layouts save, then all resume from all."""
     folder, out = tmp_path_factory.mktemp("states"), {}
     env = os.environ | {"OMP_NUM_THREADS": "1"}
+    every = [(size, r) for size in (1, 2, 4) for r in range(size)]  # three worlds side by side
     for phase in ("first", "second"):
-        for size in (1, 2, 4):
-            args = [[sys.executable, HERE, str(r), str(size), folder, phase] for r in range(size)]
-            ranks = [subprocess.Popen(a, env=env) for a in args]
-            try:
-                assert [p.wait(timeout=300) for p in ranks] == [0] * size, (phase, size)
-            finally:
-                for p in ranks:
-                    p.kill()
-            for r in range(size):
-                out[phase, size, r] = pickle.loads((folder / f"{phase}_{size}_{r}.pkl").read_bytes())
+        args = [[sys.executable, HERE, str(r), str(size), folder, phase] for size, r in every]
+        ranks = [subprocess.Popen(a, env=env) for a in args]
+        try:
+            assert [p.wait(timeout=300) for p in ranks] == [0] * len(every), (phase, every)
+        finally:
+            for p in ranks:
+                p.kill()
+        for size, r in every:
+            out[phase, size, r] = pickle.loads((folder / f"{phase}_{size}_{r}.pkl").read_bytes())
     return out
 
 
