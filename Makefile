@@ -1,11 +1,12 @@
 # Python 3.11 or newer is all that these need: each target makes .venv and installs into it what it uses.
-#   make demo       SFT, DPO and GRPO of a tiny sparse MoE on two processes, and where the routed work went
-#   make lab        JupyterLab, at the notebooks
-#   make test       style, unit and multi-process tests, doctests, notebooks
-#   make test-full  the long tests that `make test` leaves out, and those of test-vllm
-#   make test-vllm  the tests against a real vLLM on CPU, in an environment of its own (2.5 GB)
-#   make lint       style and types
-#   make clean      remove .venv, builds and caches; runs/ stays
+#   make demo          SFT, DPO and GRPO of a tiny sparse MoE on two processes, and where the routed work went
+#   make lab           JupyterLab, at the notebooks
+#   make test          style, unit and multi-process tests, doctests, notebooks
+#   make test-full     the long tests that `make test` leaves out, and those of test-browser and test-vllm
+#   make test-browser  JupyterLab in Debian's Chromium: apt-get install chromium
+#   make test-vllm     the tests against a real vLLM on CPU, in an environment of its own (2.5 GB)
+#   make lint          style and types
+#   make clean         remove .venv, builds and caches; runs/ stays
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -15,10 +16,10 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 # a folder that holds no notebook yet is left out
 NOTEBOOKS := $(if $(wildcard notebooks/*.ipynb),--nbmake notebooks)
 
-.PHONY: demo lab test test-full test-vllm lint style clean help
+.PHONY: demo lab test test-full test-browser test-vllm lint style clean help
 
 help:
-	@sed -n '2,8s/^#   //p' Makefile
+	@sed -n '2,9s/^#   //p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/moekit demo
@@ -27,11 +28,17 @@ lab: $(VENV)/.installed-demo
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks $(LAB)
 
 test: style
-	$(PYTEST) -m "not long and not vllm" tests $(NOTEBOOKS)
+	$(PYTEST) -m "not long and not browser and not vllm" tests $(NOTEBOOKS)
 
 test-full: $(VENV)/.installed-dev
-	$(PYTEST) -m "long and not vllm" tests
+	$(PYTEST) -m "long and not browser and not vllm" tests
+	$(MAKE) test-browser
 	$(MAKE) test-vllm
+
+# Without a Chromium it fails and says how to get one. What the pages looked like, and the server's log, are kept in
+# tests/browser/artefacts, or where MOEKIT_ARTEFACTS says.
+test-browser: $(VENV)/.installed-dev
+	$(PYTEST) -m browser tests/browser
 
 test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	MOEKIT_VLLM_PYTHON="$(abspath $(VLLM_VENV)/bin/python)" $(PYTEST) -m vllm tests/vllm

@@ -38,11 +38,9 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 WIDE, HIGH = 1280, 900
 PATIENCE_S = 60.0
 
-# what every plot of the page holds, as plotly itself has it
-PLOTS = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(p => p._fullData).map(p => ({
-  title: p._fullLayout.title?.text ?? '',
-  lines: p._fullData.filter(t => t.x && t.y).map(t => ({name: t.name, x: Array.from(t.x), y: Array.from(t.y)}))
-}))"""
+# name, x and y of every line in the plots below an element, as plotly itself has them
+LINES = """cell => [...cell.querySelectorAll('.js-plotly-plot')].flatMap(plot => plot._fullData ?? [])
+  .filter(line => line.x && line.y).map(line => [line.name, Array.from(line.x), Array.from(line.y)])"""
 # how long the page was deaf: the largest gap between two beats of a clock that ticks every 50 ms
 BEAT = """() => {
   let last = performance.now(); window.deaf = 0;
@@ -227,15 +225,19 @@ class Sheet:
         """Until a cell has run."""
         self.until(lambda: self.has_run(number), f"cell {number}", patience)
 
-    def error(self) -> str:
-        """The first traceback in the notebook; empty if there is none."""
-        found = self.panel.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
-        texts = [text for text in found.all_text_contents() if "Traceback" in text]
-        return texts[0] if texts else ""
+    def output(self, number: int) -> str:
+        """The text of a code cell's output."""
+        return "\n".join(self.cell(number).locator(".jp-OutputArea-output").all_text_contents())
 
-    def plots(self) -> list[dict[str, Any]]:
-        """Every plot that is drawn, with the numbers that the page itself has: {title, lines: [{name, x, y}]}."""
-        return self.page.evaluate(PLOTS)
+    def error(self, number: int | None = None) -> str:
+        """The first traceback, of a code cell or of the notebook; empty if there is none."""
+        where = self.panel if number is None else self.cell(number)
+        found = where.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+        return next((text for text in found.all_text_contents() if "Traceback" in text), "")
+
+    def lines(self, number: int) -> dict[str, tuple[list[float], list[float]]]:
+        """x and y of the lines by name in the plots of a code cell's output, as plotly in the page has them."""
+        return {name: (x, y) for name, x, y in self.cell(number).evaluate(LINES)}
 
     def listen(self) -> None:
         """Starts to measure how long the page is deaf at most."""
