@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .launch.job import Job, attach
     from .launch.pool import workers
     from .launch.submit import submit
+    from .launch.sweep import Sweep, attach_sweep, sweep
     from .launch.worker import here
     from .learner.learner import Learner
     from .learner.weights import export, load
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from .objectives.sft import SFT
     from .recipes.generate import generate
     from .recipes.layouts import check_layouts
+    from .recipes.plan import plan
     from .rollout.embedded import EmbeddedEngine
     from .rollout.engine import Sampling
     from .viz.compare import compare
+    from .viz.dashboard import dashboard
     from .viz.live import live
     from .viz.show import show
     from .workloads import DPOConfig, GRPOConfig, PPOConfig, RewardConfig
@@ -60,11 +63,14 @@ __all__ = [
     "RouterLossConfig",
     "SFTConfig",
     "Sampling",
+    "Sweep",
     "Transformer",
     "__version__",
     "attach",
+    "attach_sweep",
     "check_layouts",
     "compare",
+    "dashboard",
     "errors",
     "export",
     "generate",
@@ -74,8 +80,10 @@ __all__ = [
     "load",
     "open_run",
     "ops",
+    "plan",
     "show",
     "submit",
+    "sweep",
     "workers",
 ]
 
@@ -87,6 +95,7 @@ _MODULES = {
     "launch.job": "Job attach",
     "launch.pool": "workers",
     "launch.submit": "submit",
+    "launch.sweep": "Sweep attach_sweep sweep",
     "launch.worker": "here",
     "learner.learner": "Learner",
     "learner.weights": "export load",
@@ -98,10 +107,12 @@ _MODULES = {
     "objectives.sft": "SFT",
     "recipes.generate": "generate",
     "recipes.layouts": "check_layouts",
+    "recipes.plan": "plan",
     "measure.headline": "headline",
     "viz.compare": "compare",
     "rollout.embedded": "EmbeddedEngine",
     "rollout.engine": "Sampling",
+    "viz.dashboard": "dashboard",
     "viz.live": "live",
     "workloads": "DPOConfig GRPOConfig PPOConfig RewardConfig",
     "viz.show": "show",

@@ -62,11 +62,7 @@ class RunError(MoekitError, ValueError):
 
 
 class UnlikeRunsError(MoekitError, ValueError):
-    """Runs that differ in more than what a comparison is about; `differences`: name -> run -> value."""
-
-    def __init__(self, message: str, differences: dict[str, dict[str, object]] | None = None):
-        super().__init__(message)
-        self.differences = differences or {}
+    """Runs that differ in more than what a comparison is about; names all of it, with the values."""
 
 
 class StorageError(MoekitError, OSError):

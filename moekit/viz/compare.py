@@ -1,18 +1,16 @@
-"""Runs side by side: what they may differ in, their four rates, and their losses after equal supervised tokens."""
+"""Runs side by side: what differs, their four rates, and their losses after equal supervised tokens."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import ConfigError
-from ..measure import compare as measured
-from ..measure.compare import MEANING, PER, RATES, TAIL, Differences, short, under, words
+from ..measure.compare import MEANING, PER, RATES, TAIL, Differences, check, facts, side_by_side, under, words
 from ..measure.record import open_run
 from .curves import thin
 from .theme import MUTED, SERIES, SIZE, Figure, bundle, end_labels, figure, names_axis, note, number, tint
@@ -20,8 +18,8 @@ from .theme import MUTED, SERIES, SIZE, Figure, bundle, end_labels, figure, name
 if TYPE_CHECKING:
     import pandas as pd
 
-GAP, LINES = 0.03, 150
-HEIGHTS = {"bar": 34, "between": 78, "loss": 230, "top": 122, "below": 62, "line": 18}  # pixels
+CONTENT = {"model": "base", "data": "batch.data", "tokenizer": "batch"}  # a path is compared by what is there
+GAP, BAR, BETWEEN, LOSS, TOP, BELOW, LINE = 0.03, 34, 78, 230, 122, 62, 18  # share of the width, pixels
 
 
 @dataclass(frozen=True)
@@ -31,49 +29,47 @@ class Comparison:
     table: pd.DataFrame  # a line for each run: see `compare`
     differences: Differences  # all that differs, also what is meant to: name -> run -> value
     varying: tuple[str, ...]  # what is meant to differ
-    curves: dict[str, tuple[np.ndarray, np.ndarray]]  # run -> supervised tokens after each step, loss
+    curves: dict[str, Any]  # run -> supervised tokens after each step, loss of each step
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader must know before comparing."""
-        beyond = {name: values for name, values in self.differences.items() if not under(name, self.varying)}
-        told = [f"{'also ' * bool(self.varying)}differs: {name}: {words(values)}" for name, values in beyond.items()]
-        if self.curves and (unlike := [name for name in self.differences if under(name, MEANING)]):
-            told = [f"losses are different quantities here, not to be compared ({', '.join(unlike)})", *told]
-        return told
+        """What a reader must know: differences that are not meant, and whether losses can be compared."""
+        told = [f"differs: {n}: {words(v)}" for n, v in self.differences.items() if not under(n, self.varying)]
+        unlike = ", ".join(n for n in self.differences if under(n, MEANING)) if self.curves else ""
+        return [f"losses are different quantities here, not to be compared ({unlike})"] * bool(unlike) + told
 
     @property
     def figure(self) -> Figure:
         """The comparison as a plotly figure."""
-        return comparison_figure(self)
+        return _figure(self)
 
-    def _head(self) -> str:
-        warm, steps = int(self.table["warm-up steps"].iloc[0]), self.table["steps"]
+    @property
+    def heads(self) -> tuple[str, str]:
+        """What the rates are of, and what the losses."""
+        steps, name = self.table["steps"], str(self.table.attrs["loss"])
         many = f"{steps.min():,}" + (f" to {steps.max():,}" if steps.max() > steps.min() else "")
-        return f"{many} steps; rates leave the first {warm} (warm-up) out: median and quartiles of the others"
+        rates = f"{many} steps; rates leave the first {self.table['warm-up steps'].iloc[0]} (warm-up) out"
+        unit, budget = ", nats a token," * name.endswith("/sft"), number(self.table.attrs["budget"])
+        return rates, f"{name}{unit} after {budget} supervised tokens: mean and quartiles over the last {TAIL:.0%}"
+
+    def cells(self, name: str) -> list[str]:
+        """A number of each run with its quartiles."""
+        values = self.table[[name, f"{name} q25", f"{name} q75"]].to_numpy()
+        return [f"{number(v)} ({number(low)} to {number(high)})" for v, low, high in values]
 
     def __repr__(self) -> str:
-        shown: Any = {}
-        for name in (*RATES, PER, *(["loss"] if "loss" in self.table else [])):
-            cells = self.table[[name, f"{name} q25", f"{name} q75"]].to_numpy()
-            shown[name] = [f"{number(m)} ({number(low)} to {number(high)})" for m, low, high in cells]
-        lines = [f"{len(self.table)} runs; meant to differ: {', '.join(self.varying) or 'nothing'}", self._head(), ""]
-        lines += [self.table.assign(**shown)[list(shown)].T.to_string()]
-        if self.curves:
-            lines += ["", self._loss_words()]
-        return "\n".join([*lines, *self.remarks])
-
-    def _loss_words(self) -> str:
-        name, budget = self.table.attrs["loss"], self.table.attrs["budget"]
-        unit = ", nats a token," if name.endswith("/sft") else ""
-        return f"{name}{unit} after {number(budget)} supervised tokens: mean and quartiles over the last {TAIL:.0%}"
+        shown = [*RATES, PER, *(["loss"] if self.curves else [])]
+        table = self.table.assign(**{n: self.cells(n) for n in shown})[shown].T.rename_axis(columns=None).to_string()
+        what = f"{len(self.table)} runs; meant to differ: {', '.join(self.varying) or 'nothing'}"
+        text = (what, f"{self.heads[0]}; median and quartiles", "", table, "", self.heads[1] if self.curves else "")
+        return "\n".join([*text, *self.remarks])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return bundle(self.figure) | {"text/plain": repr(self)}
 
 
 def compare(
-    runs: Any, varying: str | Sequence[str] = (), *, allow: str | Sequence[str] = (), strict: bool = True,
+    runs: Any, varying: str | Iterable[str] = (), *, allow: str | Iterable[str] = (), strict: bool = True,
     warmup: int = 3, loss: str | None = None,
 ) -> Comparison:  # fmt: skip
     """Lay runs side by side, if they are alike but for what is meant to differ.
@@ -101,99 +97,87 @@ def compare(
     >>> moekit.compare(["runs/a", "runs/b"], varying="learner.lr").table                     # doctest: +SKIP
     """
     names, rest = ([n] if isinstance(n, str) else list(n) for n in (varying, allow))
-    if hasattr(runs, "finished"):  # a sweep
-        runs, names = runs.finished, names or list(runs.varying)
-    some = dict(runs) if isinstance(runs, Mapping) else dict(enumerate(runs))
-    opened = {label: open_run(r if isinstance(r, (str, Path)) else r.folder) for label, r in some.items()}
+    swept = list(getattr(runs, "varying", ())) if not names else []
+    some = getattr(runs, "finished", runs)
+    folders = list(some.values() if isinstance(some, Mapping) else some)
+    opened = [open_run(r if isinstance(r, str | Path) else r.folder) for r in folders]
     if len(opened) < 2:
-        raise ConfigError(f"compare needs two runs at least, got {len(opened)}: {', '.join(map(str, opened))}")
-    if not isinstance(runs, Mapping):
-        opened = {_label(run, names, i, opened): run for i, run in opened.items()}
-    found = measured.check(opened, names, rest, strict)
-    table, curves = measured.side_by_side(opened, warmup, loss)
+        raise ConfigError(f"compare needs two runs at least (of a sweep: finished ones), got {len(opened)}")
+    names = [CONTENT.get(n, n) for n in names or swept]
+    labels = list(some) if isinstance(some, Mapping) else _labels(opened, names)
+    named = dict(zip(labels, opened))
+    if swept:  # not all that a sweep varies makes steps unlike
+        found = check(named, (), (), strict=False)
+        names = [n for n in names if any(under(other, [n]) for other in found)]
+    found = check(named, names, rest, strict)
+    table, curves = side_by_side(named, warmup, loss)
     return Comparison(table, found, tuple(names), curves)
 
 
-def _label(run: Any, varying: Sequence[str], at: int, runs: Mapping[int, Any]) -> str:
-    """What varies, of this run; or its folder's name. Never that of another run."""
-    told = [{k: v for k, v in measured.facts(r).items() if under(k, varying)} for r in runs.values()]
-    each = [", ".join(f"{k.rpartition('.')[2]} {short(t[k])}" for k in t if len({str(o.get(k)) for o in told}) > 1)
-            for t in told]  # fmt: skip
-    folders = [r.folder.resolve().name for r in runs.values()]
-    own, folder = each[at], folders[at]
-    if own and each.count(own) == 1:
-        return own
-    return f"{own} {folder}".strip() if folders.count(folder) == 1 else f"{own} {folder} {at}".strip()
+def _labels(runs: list[Any], varying: list[str]) -> list[str]:
+    """What varies, of each run, and its folder's name where that does not tell it from the others."""
+    told = [{n: v for n, v in facts(run).items() if under(n, varying)} for run in runs]
+    shown = [n for n in told[0] if any(each.get(n) != told[0][n] for each in told)]
+    words = [", ".join(f"{n.rpartition('.')[2]} {each.get(n)}"[:40] for n in shown) for each in told]
+    folders = [run.folder.resolve().name for run in runs]
+    full = [w if w and words.count(w) == 1 else f"{w} {folder}".strip() for w, folder in zip(words, folders)]
+    return [f"{name} ({i})" if full.count(name) > 1 else name for i, name in enumerate(full)]
 
 
-def comparison_figure(found: Comparison) -> Figure:
+def _figure(found: Comparison) -> Figure:
     """Bars of the four rates and of the rows that a supervised token takes, and losses over supervised tokens."""
-    table, size, names = found.table, HEIGHTS, list(found.table.index)
-    remarks = [line for remark in found.remarks for line in textwrap.wrap(remark, LINES)]
-    remarks = remarks if len(remarks) <= 8 else [*remarks[:7], f"... {len(remarks) - 7} more lines in its text"]
-    remarks = ["<b>Not alike</b>", *remarks] if remarks else []
-    bars = size["bar"] * len(names)
-    inner = bars + (size["between"] + size["loss"] if found.curves else 0)
-    below = size["below"] + size["line"] * len(remarks)
-    margin = {"l": min(24 + 7 * max(map(len, names)), 200), "r": 24, "t": size["top"], "b": below}
+    table, names, colours = found.table, list(found.table.index), SERIES * len(found.table)
+    remarks = [line for remark in found.remarks for line in textwrap.wrap(remark, 150)]
+    remarks = ["<b>Not alike</b>"] * bool(remarks) + remarks[:9] + ["... and more, in the text"] * (len(remarks) > 9)
+    bars, below = BAR * len(names), BELOW + LINE * len(remarks)
+    inner = bars + (BETWEEN + LOSS) * bool(found.curves)
     meant = f"Meant to differ: {', '.join(found.varying)}. " if found.varying else ""
     fig = figure("Four rates of the same steps, and the loss after equal supervised tokens",
-                 f"{meant}{found._head()} (bar, dark line)", width=980, height=size["top"] + inner + below,
-                 margin=margin, bargap=0.34, barmode="overlay", hovermode="closest")  # fmt: skip
-    colours = [SERIES[i % len(SERIES)] for i in range(len(names))]
-    shown = [*RATES, PER]
-    width = (1 - GAP * (len(shown) - 1)) / len(shown)
-    for at, name in enumerate(shown):
-        suffix, left, most = str(at + 1) if at else "", at * (width + GAP), float(table[f"{name} q75"].max())
+                 f"{meant}{found.heads[0]} (bar: median, dark line: quartiles)", width=980, height=TOP + inner + below,
+                 margin={"l": min(24 + 7 * max(map(len, names)), 200), "r": 24, "t": TOP, "b": below}, bargap=0.34,
+                 barmode="overlay", hovermode="closest")  # fmt: skip
+    width = (1 - GAP * len(RATES)) / (len(RATES) + 1)
+    for at, name in enumerate((*RATES, PER)):
+        suffix, left = str(at + 1) if at else "", at * (width + GAP)
         axes: dict[str, Any] = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}"}
-        for run, colour in zip(names, colours):
-            value, low, high = (float(table.loc[run, f"{name}{q}"]) for q in ("", " q25", " q75"))
-            fig.add_bar(x=[value], y=[run], orientation="h", name=name, marker={"color": tint(colour, 0.45)},
-                        hovertemplate="%{x:,.4g}", **axes)  # fmt: skip
+        values = table[[name, f"{name} q25", f"{name} q75"]].to_numpy()
+        for run, colour, (value, low, high) in zip(names, colours, values):
+            fig.add_bar(x=[value], y=[run], orientation="h", name=name, marker={"color": tint(colour, 0.45)}, **axes)
             fig.add_scatter(x=[low, high], y=[run, run], mode="lines", line={"color": colour, "width": 4},
-                            name=f"{name}, quartiles", hoverinfo="skip", **axes)  # fmt: skip
+                            name=f"{name}, quartiles", **axes)  # fmt: skip
             note(fig, number(value), max(value, high), run, axes=(f"x{suffix}", f"y{suffix}"), shift=(6, 0),
                  size=SIZE["tick"])  # fmt: skip
-        note(fig, f"<b>{'<br>per '.join(name.split(' per '))}</b>", left, 1, stand="left bottom", shift=(0, 6))
-        x = {"domain": [left, left + width], "range": [0, most * 1.5], "showticklabels": False, "showline": False}
+        note(fig, f"<b>{name.replace(' per ', '<br>per ')}</b>", left, 1, stand="left bottom", shift=(0, 6))
+        x = {"domain": [left, left + width], "range": [0, 1.5 * values.max()], "showticklabels": False}
         y = {**names_axis(names), "anchor": f"x{suffix}", "domain": [1 - bars / inner, 1], "showticklabels": at == 0}
-        fig.update_layout({f"xaxis{suffix}": {**x, "anchor": f"y{suffix}"}, f"yaxis{suffix}": y})
+        fig.update_layout({f"xaxis{suffix}": {**x, "anchor": f"y{suffix}", "showline": False}, f"yaxis{suffix}": y})
     if found.curves:
-        _losses(fig, found, colours, size["loss"] / inner)
+        _losses(fig, found, colours, LOSS / inner)
     for i, line in enumerate(remarks):
-        note(fig, line, 0, 0, stand="left top", shift=(0, 8 - size["below"] - size["line"] * i), size=SIZE["tick"])
+        note(fig, line, 0, 0, stand="left top", shift=(0, 8 - BELOW - LINE * i), size=SIZE["tick"])
     return fig
 
 
-def _losses(fig: Figure, found: Comparison, colours: list[str], high: float) -> None:
-    import pandas as pd
-
+def _losses(fig: Figure, found: Comparison, colours: tuple[str, ...], height: float) -> None:
     table, at = found.table, len(RATES) + 2
-    budget, span, values = table.attrs["budget"], [], table[["loss", "loss q25", "loss q75"]].to_numpy()
-    labels = [f"<b>{run}</b>  {number(v)} ({number(a)} to {number(b)})" for run, (v, a, b) in zip(table.index, values)]
-    room = fig.layout.width - fig.layout.margin.l - fig.layout.margin.r
-    right = 1 - (7.6 * max(map(len, labels)) - 30) / room
+    labels = [f"<b>{run}</b>  {cell}" for run, cell in zip(table.index, found.cells("loss"))]
+    right = 1 - (7.6 * max(map(len, labels)) - 30) / (fig.layout.width - fig.layout.margin.l - fig.layout.margin.r)
+    axes: dict[str, Any] = {"xaxis": f"x{at}", "yaxis": f"y{at}"}
+    seen = [v for _, value in found.curves.values() for v in value if isfinite(v)] or [0.0]
+    low, high = min(seen) - 0.05 * (max(seen) - min(seen)), max(seen) + 0.05 * (max(seen) - min(seen) or 1.0)
     for (run, (done, value)), colour in zip(found.curves.items(), colours):
-        keep, steps = thin(value), max(len(value) // 20, 1)
-        mean = pd.Series(value).rolling(steps, center=True, min_periods=1).mean().to_numpy()
-        for line, look, what in ((value, {"color": tint(colour, 0.3), "width": 1}, "every step"),
-                                 (mean, {"color": colour, "width": 2}, f"mean of {steps}")):  # fmt: skip
-            fig.add_scatter(x=done[keep], y=line[keep], mode="lines", line=look, name=f"{run}, {what}",
-                            xaxis=f"x{at}", yaxis=f"y{at}")  # fmt: skip
-        span += [float(v) for v in value[np.isfinite(value)]]
-        fig.add_scatter(x=[table.loc[run, "at tokens"]], y=[table.loc[run, "loss"]], mode="markers", name=run,
-                        marker={"color": colour, "size": 9}, xaxis=f"x{at}", yaxis=f"y{at}")  # fmt: skip
-    low, top = np.quantile(span or [0.0, 1.0], (0.0, 1.0))
-    low, top = low - 0.05 * (top - low or 1), top + 0.05 * (top - low or 1)
-    x = {
-        "domain": [0, right],
-        "anchor": f"y{at}",
-        "title": "supervised tokens trained on",
-        "range": [0, max(done[-1] for done, _ in found.curves.values())],
-    }
-    y = {"domain": [0, high], "anchor": f"x{at}", "range": [low, top], "nticks": 5}
+        keep = thin(value)
+        fig.add_scatter(
+            x=done[keep], y=value[keep], mode="lines", name=run, line={"color": colour, "width": 1.5}, **axes
+        )
+        fig.add_scatter(x=table.loc[[run], "at tokens"], y=table.loc[[run], "loss"], mode="markers", name=run,
+                        marker={"color": colour, "size": 9}, **axes)  # fmt: skip
+    x = {"domain": [0, right], "anchor": f"y{at}", "title": "supervised tokens trained on"}
+    x["range"] = [0, max(done[-1] for done, _ in found.curves.values())]
+    y = {"domain": [0, height], "anchor": f"x{at}", "range": [low, high], "nticks": 5}
     fig.update_layout({f"xaxis{at}": x, f"yaxis{at}": y})
     line = {"color": MUTED, "width": 1, "dash": "dot"}
-    fig.add_shape(type="line", x0=budget, x1=budget, y0=low, y1=top, xref=f"x{at}", yref=f"y{at}", line=line)
-    note(fig, f"<b>{found._loss_words()}</b>", 0, high, stand="left bottom", shift=(0, 12))
-    end_labels(fig, list(zip(values[:, 0], labels, colours)), low, top, axis=str(at), x=right)
+    fig.add_shape(type="line", x0=table.attrs["budget"], x1=table.attrs["budget"], y0=low, y1=high, xref=f"x{at}",
+                  yref=f"y{at}", line=line)  # fmt: skip
+    note(fig, f"<b>{found.heads[1]}</b>", 0, height, stand="left bottom", shift=(0, 12))
+    end_labels(fig, list(zip(table["loss"], labels, colours)), low, high, axis=str(at), x=right)
