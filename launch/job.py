@@ -5,6 +5,7 @@ returns, in this process or another, during the run or years later, behave alike
 """
 
 import html
+import io
 import json
 import math
 import os
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -66,16 +66,19 @@ class Job:
         self._over = threading.Event()
         self._own = process is not None
         if process is not None:
-            threading.Thread(target=self._collect, args=(process,), daemon=True).start()
+            threading.Thread(target=self._collect, args=(process, self._over), daemon=True).start()
 
-    def _collect(self, process: subprocess.Popen) -> None:
+    def _collect(self, process: subprocess.Popen, over: threading.Event) -> None:
         """Waits for our own supervisor, so that it leaves no zombie and waiters need not poll."""
         process.wait()
-        self._over.set()
+        over.set()
 
     def _read(self) -> dict[str, Any]:
-        if self._last.get("state") not in ENDED:
-            self._last = read_state(self.folder, gone=self._over.is_set())
+        if self._last.get("state") in ENDED:
+            if (read_json(self.folder / "state.json") or {}).get("created", 0) <= self._last.get("created", 0):
+                return self._last
+            self._own, self._over = False, threading.Event()  # it goes on, resumed through another Job
+        self._last = read_state(self.folder, gone=self._over.is_set())
         return self._last
 
     @property
@@ -102,6 +105,19 @@ class Job:
     def supervisor_pid(self) -> int | None:
         """Process that watches over the ranks; None before it has told its id."""
         return self._read()["pids"]["supervisor"]
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Of each rank: `rank`, `pid` (None before it started), `alive` (None where that cannot be seen from here) and
+        `exit` (its exit code, minus the signal that ended it; None before, and where it is unknown)."""
+        state, living = self._read(), self._living(self._last)
+        here = state["host"] == host_id() or not _is_local(state)
+        codes = state.get("exit_codes") or []
+        return [
+            {"rank": rank, "pid": pid, "alive": pid in living if here and (pid is None or str(pid) in state["stamps"])
+             else None, "exit": codes[rank] if rank < len(codes) else None}
+            for rank, pid in enumerate(self.pids)
+        ]  # fmt: skip
 
     @property
     def elapsed(self) -> float:
@@ -165,8 +181,13 @@ class Job:
 
     def logs(self, rank: int | str = 0, lines: int = 40) -> LogText:
         """The last `lines` lines that `rank` printed; `rank` "supervisor" is the log of the job's own processes."""
-        with suppress(FileNotFoundError), self._log_path(rank).open(errors="backslashreplace") as file:
-            return LogText("".join(deque(file, maxlen=lines)).removesuffix("\n"))
+        with suppress(FileNotFoundError), self._log_path(rank).open("rb") as file:
+            size, data, back = file.seek(0, os.SEEK_END), b"", 1 << 16
+            while len(data) < size and data.count(b"\n") <= lines:  # from the end: a log may be long
+                file.seek(max(size - back, 0))
+                data, back = file.read(size - file.tell()), 4 * back
+            text = io.TextIOWrapper(io.BytesIO(data), errors="backslashreplace").read()
+            return LogText("\n".join(text.removesuffix("\n").split("\n")[-lines:] if lines else ()))
         return LogText("")
 
     def _log_path(self, rank: int | str) -> Path:
@@ -236,6 +257,31 @@ class Job:
             _until(lambda: not self._living(state), time.monotonic() + 5.0)
             self._note_stopped(state, "by force")
         return self.state
+
+    @property
+    def cannot_resume(self) -> str:
+        """Why `resume` would not work now, in one line; empty where it would."""
+        state = self._read()["state"]
+        configs = [*self.config.get("args", ()), *self.config.get("kwargs", {}).values()]
+        return next((why for wrong, why in (
+            (state not in ENDED, f"the job is {state}"),
+            (state == "finished", "it has finished; for more steps submit it again, with more steps and resume=True"),
+            (not _is_local(self.config), "it is no local job; submit it again with resume=True"),
+            (not any(isinstance(c, dict) and "resume" in c for c in configs),
+             f"{self.config.get('function')} takes no config with a field `resume`"),
+            (not any((self.folder / "checkpoints").glob("step_*")), "it has written no checkpoint (see save_every)"),
+        ) if wrong), "")  # fmt: skip
+
+    def resume(self) -> "Job":
+        """Submits the call of a job that was stopped or failed again, with `resume=True` in its config: it goes on from
+        its newest checkpoint in its folder, and this Job follows it. Ends with this process unless it was detached.
+        Raises JobError: it cannot go on; says why. StorageError, ConfigError: see `moekit.submit`."""
+        if why := self.cannot_resume:
+            raise JobError(f"job {self.name} cannot be resumed: {why}")
+        from .submit import again
+
+        self.__init__(self.folder, again(self.folder, self.config))
+        return self
 
     def _living(self, state: dict[str, Any]) -> list[int]:
         """The processes of the job that still run on this host."""

@@ -97,11 +97,37 @@ def submit(
     folder = create(runs, name, function, config, call, overwrite=overwrite, resume=resume)
     whole = environment(env, threads=threads or 1, malloc=malloc)
     if backend == "local":
-        return _start(folder, detach, whole)
+        return Job(folder, _start(folder, detach, whole, resume))
     slurm_jobs.write_scripts(folder, config, process_settings(threads or 1, malloc))
     if backend == "slurm" and config["slurm"].get("submit", True):
         slurm_jobs.send(folder, whole)
     return Job(folder)
+
+
+def again(folder: Path, config: dict[str, Any]) -> subprocess.Popen:
+    """Starts the local job in `folder` once more, to go on from its checkpoint: see `Job.resume`."""
+    env = {name: os.environ.get(name, "") if text == "***" else text for name, text in config["env"].items()}
+    if lost := [name for name, text in config["env"].items() if text == "***" and name not in os.environ]:
+        raise ConfigError(f"the job was given {', '.join(lost)}, which no file keeps; set os.environ[{lost[0]!r}] here")
+    packed = pickle.loads((folder / "call.pkl").read_bytes())
+    if "resumed" not in packed:
+        packed |= {"call": dumps((_go_on, (packed["call"],), {})), "resumed": True}
+    config = config | {"run_id": uuid.uuid4().hex, "resume": True, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    create(folder.parent, folder.name, config["function"], config, pickle.dumps(packed), resume=True)
+    whole = environment(env, threads=config["threads"], malloc=config["malloc"])
+    return _start(folder, config["detach"], whole, resume=True)
+
+
+def _go_on(call: bytes) -> Any:
+    """On a rank: the call of the job that goes on, its configs told to `resume`."""
+
+    def told(value: Any) -> Any:
+        if not dataclasses.is_dataclass(value) or isinstance(value, type) or not hasattr(value, "resume"):
+            return value
+        return dataclasses.replace(value, resume=True, **{"overwrite": False} if hasattr(value, "overwrite") else {})
+
+    fn, args, kwargs = pickle.loads(call)
+    return fn(*map(told, args), **{name: told(value) for name, value in kwargs.items()})
 
 
 def _is_count(value: Any) -> bool:
@@ -211,7 +237,7 @@ def _versions() -> dict[str, str]:
     return {"python": sys.version.split()[0]} | installed
 
 
-def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
+def _start(folder: Path, detach: bool, env: dict[str, str], resume: bool) -> subprocess.Popen:
     """Starts the supervisor, which watches this process unless the job is detached."""
     me = os.getpid()
     watched = [] if detach else [str(me), stamp(me) or ""]
@@ -219,13 +245,13 @@ def _start(folder: Path, detach: bool, env: dict[str, str]) -> Job:
     env.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         with (folder / "logs" / "supervisor.log").open("ab") as log:
-            process = subprocess.Popen(  # its own session: an interrupt meant for the notebook must not reach the job
+            return subprocess.Popen(  # its own session: an interrupt meant for the notebook must not reach the job
                 python_command("supervisor", str(folder), *watched), env=env, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
     except OSError as error:
-        remove(folder)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if not resume:  # its checkpoints are another run's work
+            remove(folder)
+            if not any(folder.iterdir()):
+                folder.rmdir()
         raise StorageError(f"cannot start the job in {folder}: {error}; no process was left") from error
-    return Job(folder, process)

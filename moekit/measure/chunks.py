@@ -8,6 +8,7 @@ Integer arrays are stored as int32 where they fit, and come back as int64."""
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -107,14 +108,30 @@ def cut(folder: Path, step: int) -> None:
 
 def names(folder: Path) -> list[str]:
     """Names of all arrays that `folder` holds."""
-    return sorted({name for _, _, held in _chunks(folder) for name in held})
+    return sorted({name for _, _, held in _chunks(_files(folder)) for name in held})
+
+
+def steps(folder: Path, name: str) -> np.ndarray:
+    """The steps at which an array was recorded, [n]; none if it was not. Files that were read before are not again."""
+    marks = [(path, path.stat().st_mtime_ns, path.stat().st_size) for path in _files(folder)]
+    return np.concatenate([np.zeros(0, np.int64), *(_steps_in(name, *mark) for mark in marks)])
+
+
+@lru_cache(1 << 14)
+def _steps_in(name: str, path: Path, *mark: int) -> np.ndarray:
+    found = (chunk.get_tensor(_STEPS + name).numpy() for _, chunk, held in _chunks([path]) if name in held)
+    return next(found, np.zeros(0, np.int64))
 
 
 def series(folder: Path, name: str, wanted: Collection[int] | None = None) -> Series:
     """All values of one array, or those of the wanted steps, in the order of steps. Shapes must agree over the run.
     Raises RunError: no such array, a broken chunk, or a shape that changed on the way."""
-    steps, values = [], []
-    for path, chunk, held in _chunks(folder):
+    steps, values, files = [], [], _files(folder)
+    if wanted is not None:  # a file begins with the step that it is named after
+        until = [int(path.stem) for path in files[1:]] + [max(wanted, default=0)]
+        of = [any(int(path.stem) <= step <= end for step in wanted) for path, end in zip(files, until)]
+        files = [path for path, needed in zip(files, of) if needed] or files[:1]
+    for path, chunk, held in _chunks(files):
         if name in held:
             at = chunk.get_tensor(_STEPS + name).numpy()
             chosen = np.isin(at, list(wanted)) if wanted is not None else np.ones(len(at), bool)
@@ -124,6 +141,9 @@ def series(folder: Path, name: str, wanted: Collection[int] | None = None) -> Se
             values.append(_wide(chunk.get_tensor(name))[chosen])
             if values[-1].shape[1:] != values[0].shape[1:]:
                 raise RunError(f"{path}: array {name!r} is {values[-1].shape[1:]}, earlier {values[0].shape[1:]}")
+    if not steps and wanted is not None:  # where it is recorded, those steps are not
+        whole = series(folder, name)
+        return Series(whole.steps[:0], whole.values[:0])
     if not steps:
         raise RunError(f"{folder} has no array {name!r}; it has: {', '.join(names(folder)) or 'none'}")
     return Series(np.concatenate(steps), np.concatenate(values))
@@ -133,8 +153,8 @@ def _files(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("*.safetensors") if p.stem.isdigit()), key=lambda p: int(p.stem))
 
 
-def _chunks(folder: Path) -> Iterator[tuple[Path, safe_open, list[str]]]:
-    for path in _files(folder):
+def _chunks(files: list[Path]) -> Iterator[tuple[Path, safe_open, list[str]]]:
+    for path in files:
         try:
             with safe_open(path, framework="pt") as chunk:
                 yield path, chunk, [name for name in chunk.keys() if not name.startswith(_STEPS)]  # noqa: SIM118

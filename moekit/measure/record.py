@@ -85,19 +85,8 @@ def decode(line: bytes | str) -> dict[str, Any]:
     return record
 
 
-def read_records(path: str | Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Records from a byte offset on, and the offset to go on from: how a live figure follows a run.
-
-    A last line that is still being written is left for the next call. If the file became shorter than `offset` (the
-    run was resumed from an earlier step), everything is read again from the start."""
-    path = Path(path)
-    if not path.exists():
-        return [], 0
-    with open(path, "rb") as f:
-        offset = 0 if f.seek(0, os.SEEK_END) < offset else offset
-        f.seek(offset)
-        data = f.read()
-    whole = data[: data.rfind(b"\n") + 1]
+def parse(whole: bytes, path: str | Path, offset: int = 0) -> list[dict[str, Any]]:
+    """The records of whole lines, which begin at byte `offset` of `path`. Raises RunError: a broken line."""
     records = []
     for number, line in enumerate(whole.splitlines(), 1):
         try:
@@ -105,7 +94,7 @@ def read_records(path: str | Path, offset: int = 0) -> tuple[list[dict[str, Any]
         except ValueError as e:
             after = f" after byte {offset}" if offset else ""
             raise RunError(f"{path}, line {number}{after} is broken: {e}") from None
-    return records, offset + len(whole)
+    return records
 
 
 class RunWriter:

@@ -15,6 +15,7 @@ from ..errors import ConfigError, RunError
 from . import chunks, record
 from .card import RunCard
 from .chunks import Series
+from .follow import joined, read_table
 
 AXES = ("step", "component", "pass", "layer", "class", "expert")
 STATE = "state.json"
@@ -125,11 +126,7 @@ class Run:
 def read_metrics(path: str | Path) -> pd.DataFrame:
     """A metrics.jsonl as a table indexed by step. A last line that is still being written is left out.
     Raises RunError: a broken line, with its number."""
-    records, _ = record.read_records(path)
-    if not records:
-        return pd.DataFrame(index=pd.Index([], dtype="int64", name=record.STEP))
-    table = pd.DataFrame(records).set_index(record.STEP)
-    return table if table.index.is_unique else table.groupby(level=0).last()
+    return joined(read_table(path)[0]) if Path(path).exists() else pd.DataFrame(index=pd.Index([], name=record.STEP))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,26 +29,43 @@ def routed_work(source: Any) -> Figure:
     step, rows = by_class(source)
     if not len(step):
         raise DataError("no step has row counts yet: nothing to draw")
-    size = math.ceil(len(step) / BARS)
-    cut = np.arange(0, len(step), size)
-    mean = {name: np.add.reduceat(v, cut) / np.diff(np.append(cut, len(step))) for name, v in rows.items()}
     total = {name: float(v.sum()) for name, v in rows.items() if v.any()}
-    how, many = f"; each bar is the mean of {size} steps" if size > 1 else "", len(cut) > 60
+    layers = {}
+    for name, share in ((name, rows_of_class / sum(total.values())) for name, rows_of_class in total.items()):
+        words = f"{name} {100 * share:.0f} %" if share >= 0.01 else f"{name} < 1 %"
+        layers[name] = (CLASS[name], CLASS_TEXT[name], rows[name], words)
+    size = math.ceil(len(step) / BARS)
+    how = f"; each bar is the mean of {size} steps" if size > 1 else ""
     fig = figure("Routed work by class", f"Expert rows of the forward pass, all layers{how}", barmode="stack",
-                 margin={"r": 158}, bargap=0.0 if many else 0.12)  # fmt: skip
-    top = 1.04 * (float(sum(mean.values()).max()) or 1.0)
-    labels, level = [], 0.0
-    for name, rows_of_class in total.items():
-        look = {"color": CLASS[name], "line": {"width": 0 if many else 0.5}}
-        fig.add_bar(x=step[cut].tolist(), y=mean[name].tolist(), name=name, marker=look, hovertemplate="%{y:,.0f}")
-        last, share = float(mean[name][-1]), rows_of_class / sum(total.values())
-        words = f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
-        labels.append((level + last / 2, f"{name} {words}", CLASS_TEXT[name]))
+                 margin={"r": 158})  # fmt: skip
+    stack(fig, step, layers)
+    return fig.update_layout(yaxis_title="routed rows a step", xaxis_title="step")
+
+
+def stack(
+    fig: Figure, step: np.ndarray, layers: Mapping[str, tuple[str, str, np.ndarray, str]], *, bars: int = BARS,
+    axis: str = "", right: float = 1.0,
+) -> None:  # fmt: skip
+    """Stacked bars in a panel, means of neighbours where there are more than `bars` steps, labelled at the last one.
+    Args:
+        layers: name -> colour, colour to write with, values [S], label; from below.
+        axis, right: suffix of the panel's axes, and its right edge in paper units.
+    """
+    size = math.ceil(len(step) / bars)
+    cut = np.arange(0, len(step), size or 1)
+    labels, level, total, many = [], 0.0, np.zeros(len(cut)), len(cut) > 60
+    for name, (colour, ink, values, words) in layers.items():
+        mean = np.add.reduceat(values, cut) / np.diff(np.append(cut, len(step))) if len(cut) else np.zeros(0)
+        look, at = {"color": colour, "line": {"width": 0 if many else 0.5}}, {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
+        fig.add_bar(x=step[cut].tolist(), y=mean.tolist(), name=name, marker=look, hovertemplate="%{y:,.0f}", **at)
+        total += mean
+        last = float(mean[-1]) if len(cut) else 0.0
+        labels.append((level + last / 2, words, ink))
         level += last
-    fig.update_yaxes(title="routed rows a step", range=[0, top])
-    fig.update_xaxes(title="step", range=[float(step[0]) - size / 2, float(step[-1]) + size / 2])
-    end_labels(fig, labels, 0.0, top)
-    return fig
+    top = 1.04 * (float(total.max(initial=0.0)) or 1.0)
+    ends = [float(step[0]) - size / 2, float(step[-1]) + size / 2] if len(cut) else [-0.5, 0.5]
+    fig.update_layout({"bargap": 0.0 if many else 0.12, f"yaxis{axis}.range": [0, top], f"xaxis{axis}.range": ends})
+    end_labels(fig, labels, 0.0, top, axis=axis, x=right)
 
 
 def per_supervised(source: Any) -> dict[str, float]:

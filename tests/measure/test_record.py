@@ -18,7 +18,8 @@ import torch
 
 from moekit.errors import ConfigError, RunError, RunExistsError, StorageError
 from moekit.measure import chunks, files, record, run
-from moekit.measure.record import RunWriter, decode, encode, open_run, read_records
+from moekit.measure.follow import Columns
+from moekit.measure.record import RunWriter, decode, encode, open_run
 from moekit.measure.tokens import RowCounter
 
 
@@ -247,18 +248,17 @@ def test_a_running_job_can_be_read_and_followed(tmp_path):
     assert len(found.metrics) == 0 and found.state == "unknown"
     writer.write(0, {"loss/total": 1.0})
     assert found.metrics["loss/total"].tolist() == [1]
-    records, at = read_records(tmp_path / "metrics.jsonl")
-    assert records == [{"step": 0, "loss/total": 1.0}]
+    following = Columns(tmp_path / "metrics.jsonl", lambda name: True)
+    assert following.read() and following.table["loss/total"].tolist() == [1]
     writer.write(1, {"loss/total": math.inf})
     with open(tmp_path / "metrics.jsonl", "ab") as f:
         f.write(b'{"step":2,"lo')
     assert found.metrics["loss/total"].tolist() == [1, math.inf]
-    records, end = read_records(tmp_path / "metrics.jsonl", at)
-    assert records == [{"step": 1, "loss/total": math.inf}]
-    assert read_records(tmp_path / "metrics.jsonl", end) == ([], end)
+    assert following.read() and following.table["loss/total"].to_dict() == {0: 1, 1: math.inf}
+    assert not following.read()
     (tmp_path / "metrics.jsonl").write_bytes(encode(0, {"loss/total": 7.0}))  # resumed from an earlier step
-    assert read_records(tmp_path / "metrics.jsonl", end)[0] == [{"step": 0, "loss/total": 7.0}]
-    assert read_records(tmp_path / "nothing", 5) == ([], 0)
+    assert following.read() and following.table["loss/total"].to_dict() == {0: 7}
+    assert not Columns(tmp_path / "nothing", lambda name: True).read()
 
 
 def test_missing_and_foreign_folders(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from moekit.errors import ConfigError, RunError
 from moekit.measure.record import RunWriter
-from moekit.viz import live as module
+from moekit.viz.follow import FASTEST_S
 from moekit.viz.live import live
 from moekit.viz.panels import rank_logs
 from moekit.viz.theme import heading
@@ -37,7 +37,7 @@ def test_it_follows_to_the_exact_end(tmp_path: Path) -> None:
     run.state = "finished"
     shown.wait(20)
     elapsed = time.monotonic() - start
-    assert shown.done and 2 <= shown.redraws <= 3 + elapsed / module.FASTEST_S
+    assert shown.done and 2 <= shown.redraws <= 3 + elapsed / FASTEST_S
     loss, context, padding = shown.figure.data
     assert list(loss.x) == list(range(300)) and list(loss.y) == [1 / (s + 1) for s in range(300)]
     assert context.y[-1] == 299 and len(padding.y) == 300
@@ -78,18 +78,6 @@ def test_a_finished_run_is_drawn_at_once(tmp_path: Path) -> None:
             writer.write(step, {"loss/sft": float(step), "load/max_over_mean": 1.5})
     shown = live(job(tmp_path, "finished"), "loss/sft", "load/max_over_mean")
     assert shown.done and shown.redraws == 1 and [list(t.y) for t in shown.figure.data] == [[0, 1, 2], [1.5] * 3]
-
-
-def test_a_resumed_run_is_read_again_from_its_start(tmp_path: Path) -> None:
-    follower = module.Follower(tmp_path, {"loss/sft", "lr"})
-    with RunWriter(tmp_path) as writer:
-        for step in range(4):
-            writer.write(step, {"loss/sft": 1.0})
-    assert follower.read() and list(follower.rows) == [0, 1, 2, 3]
-    with RunWriter(tmp_path, resume=2) as writer:
-        writer.write(2, {"loss/sft": 7.0})
-    assert follower.read() and list(follower.rows) == [0, 1, 2]
-    assert [row["loss/sft"] for row in follower.rows.values()] == [1.0, 1.0, 7.0]
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_wait(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The widgets of a dashboard: a box of state, buttons, figures, sliders and a log, set from any thread."""
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from .theme import Figure, need
+
+STOP = "Ends the job: SIGTERM to its ranks, SIGKILL to what is left after 5 s. Run folder and checkpoints stay."
+RESUME = "Submits the job's call again with resume=True: it goes on from its newest checkpoint, in the same folder."
+# in a page where the widget stands, its static twin, the next output of the cell, is not needed
+STYLE = """<style>.jp-OutputArea-child:has(.moekit-dashboard) + .jp-OutputArea-child {display: none}
+.moekit-figure > * {width: 100%}</style>"""
+NOTES = 32  # annotations of a figure; their number must not change
+NO_NOTE = {"text": "", "showarrow": False, "visible": False, "x": 0, "y": 0, "xref": "paper", "yref": "paper"}
+
+
+class Controls:
+    """`box` holds everything; `widgets` by name: run, stop, resume, message, state, layer, step, rank, log.
+    Args: `runs`: names to choose from. `act`: called with "stop" or "resume". `changed`: another choice was made."""
+
+    def __init__(self, runs: Sequence[str], act: Callable[[str], None], changed: Callable[[], None]):
+        w = need("ipywidgets", "a dashboard's page")
+        self.figures: dict[str, Any] = {}
+        self.follows = True  # whether the step slider follows the last step
+        self._own = 0  # where the program put the step slider
+        wide, look = {"width": "100%"}, {"style": {"description_width": "initial"}}
+        choose = lambda options, **how: w.Dropdown(options=options, layout={"width": "auto"}, **look, **how)
+        button = lambda name: w.Button(description=name, disabled=True, layout={"width": "84px"})
+        self.widgets = {
+            "run": choose([(name, i) for i, name in enumerate(runs)], value=0, description="run"),
+            "stop": button("Stop"), "resume": button("Resume"), "message": w.HTML(),
+            "state": w.HTML(layout=wide), "layer": w.SelectionSlider(options=["0"], description="layer", **look),
+            "step": w.IntSlider(max=0, description="step", layout={"width": "420px"}, **look),
+            "rank": choose([("rank 0", 0)], value=0, description="log of"), "log": w.HTML(layout=wide),
+        }  # fmt: skip
+        at = self.widgets
+        self._slots = {name: w.Box(layout=wide) for name in ("progress", "work", "load")}
+        row = lambda *names: w.HBox([at[name] for name in names], layout={"align_items": "center", "width": "100%"})
+        first = row(*(["run"] if len(runs) > 1 else []), "stop", "resume", "message")
+        parts = [w.HTML(STYLE, layout={"display": "none"}), at["state"], first, *self._slots.values()]
+        self.sliders = row("layer", "step")
+        self.box = w.VBox([*parts, self.sliders, row("rank"), at["log"]], layout={"max_width": "1080px"})
+        for slot in self._slots.values():
+            slot.add_class("moekit-figure")
+        for part, name in ((self.box, "dashboard"), (at["state"], "state"), (at["log"], "log")):
+            part.add_class(f"moekit-{name}")
+        for name in ("stop", "resume"):
+            at[name].on_click(lambda _, name=name: act(name))
+        for name in ("run", "layer", "step", "rank"):
+            at[name].observe(lambda change, name=name: self._chosen(name, change["new"], changed), names="value")
+
+    def _chosen(self, name: str, value: Any, changed: Callable[[], None]) -> None:
+        if name == "step":
+            if value == self._own:
+                return
+            self.follows = value == self.widgets["step"].max
+        changed()
+
+    def value(self, name: str) -> Any:
+        """What is chosen now."""
+        return self.widgets[name].value
+
+    def say(self, name: str, **traits: Any) -> None:
+        """Set traits of a widget, in one message, those that are others than before."""
+        widget = self.widgets[name]
+        with widget.hold_sync():
+            for trait, value in traits.items():
+                setattr(widget, trait, value)
+
+    def options(self, name: str, options: Sequence[Any]) -> None:
+        """What there is to choose from; the choice stays where it is still there."""
+        widget = self.widgets[name]
+        if tuple(widget.options) != tuple(options):
+            kept = widget.value
+            widget.options = options
+            if kept in [one[1] if isinstance(one, tuple) else one for one in options]:
+                widget.value = kept
+
+    def steps(self, first: int, last: int) -> None:
+        """The range of the step slider, which follows its end until it is moved away from there."""
+        slider = self.widgets["step"]
+        to = last if self.follows else min(max(slider.value, first), last)
+        self._own = to
+        with slider.hold_sync():
+            slider.min, slider.max = min(first, slider.max), max(last, slider.min)
+            slider.value = to
+            slider.min, slider.max = first, last
+
+    def draw(self, name: str, now: Figure) -> None:
+        """Show a figure: what differs from the one before, in one message; axes stay as the reader has turned them."""
+        layout = {key: value for key, value in now.layout.to_plotly_json().items() if key not in ("template", "width")}
+        notes = [note | {"visible": True} for note in layout.get("annotations", ())]
+        layout["annotations"] = notes + [NO_NOTE] * (NOTES - len(notes))
+        if name not in self.figures:
+            widget = need("plotly.graph_objects", "a dashboard's page").FigureWidget(now)
+            widget.update_layout(**layout, width=None, autosize=True)
+            widget._config = widget._config | {"displayModeBar": False}
+            self.figures[name], self._slots[name].children = widget, (widget,)
+            return
+        shown = self.figures[name]
+        shown.add_traces(now.data[len(shown.data) :])  # rarely any
+        with shown.batch_update():
+            for old, new in zip_longest(shown.data, now.data):
+                old.update(new.to_plotly_json() | {"visible": True} if new else {"visible": False}, overwrite=bool(new))
+            shown.layout.update(layout)
