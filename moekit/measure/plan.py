@@ -1,7 +1,9 @@
 """What a layout will take, from shapes alone: storage and saved activations of a rank, bytes on its wire in a step.
 
 Storage is computed as the learner lays it out, padding included: exact. Activations are what autograd saves, tensor by
-tensor (`measure.memory.saved_bytes` counts them on a real model). Wire bytes assume balanced routing.
+tensor (`measure.memory.saved_bytes` counts them on a real model); where torch's form of the experts runs on a CPU in
+bfloat16 (`moekit.ops.explain` says so), up to 15 rows of padding an expert come on top. Wire bytes assume balanced
+routing.
 
 Axis letters: N positions of a microbatch, P positions whose expert rows run, M labelled positions, R expert rows,
 D width, H query heads, G key/value heads, d head width, E experts, K experts per position, F expert width, V tokens.
@@ -24,7 +26,6 @@ ALIGN = 64  # elements: spans of a bucket, and shards of it, start at multiples 
 LARGEST = {"step": 1 << 25, "microbatch": 1 << 22}  # elements after which a bucket takes no further parameter
 CHUNK_BYTES = 64 * 2**20  # of logits: more than this is computed again in the backward, not kept
 SHORT = 512  # positions: CPU attention in bfloat16 keeps the probabilities of documents up to this long
-PAD = 16  # rows: CPU experts in bfloat16 run multiples of this
 INDEX = 8  # bytes of an int64
 
 
@@ -68,6 +69,12 @@ class Microbatch:
         children = tuple((shared, prompt - shared + n) for n in answers) if shared else ()
         positions = sum(n for _, n in (*runs, *children))
         return Microbatch(positions, positions, sum(answers), runs, children)
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of causal attention: inside documents, and of children with their prompt."""
+        own = sum(s * n * (n + 1) // 2 for s, n in self.runs)
+        return own + sum(n * (n + 1) // 2 + up * n for up, n in self.children)
 
     def routed(self, elide: Elide, last: bool) -> int:
         """P, in the last layer or in another."""
@@ -180,9 +187,7 @@ def layer_bytes(
     )
     R = work.routed(config.elide, last) * K
     mx = config.precision == "mxfp8"
-    padded = low and not mx and R >= PAD * E // config.ep
-    more = E // config.ep * (PAD - 1) // 2 if padded else 0  # on average, for whole PADs
-    out["experts"] = (R + more) * (2 * F * b + (2 if more or config.ep == 1 else 1) * INDEX)  # gate, up; their places
+    out["experts"] = R * (2 * F * b + (2 if config.ep == 1 else 1) * INDEX)  # gate, up; their places
     if config.ep > 1:
         room = ceil(config.capacity * R) if config.dispatch == "rowwise" else R
         out["experts"] += (room + R) * D * b + R * INDEX  # rows that came, and that came home
@@ -209,8 +214,10 @@ def activation_bytes(
     """
     start, stop = layers or (0, shape.layers)
     out, again, w = Counter[str](), 0, max(4, dtype.itemsize)
+    kinds: dict[tuple[bool, bool], dict[str, int]] = {}  # layers are alike but for the last, and dense ones
     for i in range(start, stop):
-        parts = layer_bytes(shape, i, work, dtype, config, device)
+        kind = (i in shape.dense_layers, i == shape.layers - 1)
+        parts = kinds[kind] = kinds.get(kind) or layer_bytes(shape, i, work, dtype, config, device)
         kept = {k: v for k, v in parts.items() if config.recompute == "none" or k != "experts"}
         if config.recompute == "block":  # the input, and what the router chose
             kept = {"input": parts["input"], "router": work.positions * shape.top_k * INDEX * ("router" in parts)}
@@ -226,6 +233,36 @@ def activation_bytes(
             + (M * V * w if M <= max(1, CHUNK_BYTES // max(1, V * w)) else 0)  # probabilities
         )
     return {**out, "total": sum(out.values()), "again": again}
+
+
+def exchange_bytes(
+    shape: ModelConfig, config: LearnerConfig, sizes: Sequence[int], dtype: torch.dtype, device: str = "cpu"
+) -> int:
+    """Bytes a rank holds of the buffers that expert rows travel in; what arrives and is kept is among the activations.
+
+    With P positions of a rank, S of all, and room = ceil(capacity K S / ep): sync, the rows on their way out; padded,
+    two lots of ep blocks; in memory that ranks share (auto, on a host of CPUs: this rank's part of it) or symmetric
+    memory (on GPUs), two windows of room rows and their classes.
+
+    Args:
+        sizes: positions whose expert rows run, of each of the ep ranks.
+    """
+    ep, row, most = config.ep, shape.width * dtype.itemsize, shape.top_k * max(sizes)
+    if ep == 1:
+        return 0
+    if config.dispatch == "sync":
+        return most * row
+    room = max(1, ceil(config.capacity * shape.top_k * sum(sizes) / ep))
+    if config.transport == "padded":
+        return 2 * (ep * max(1, min(room, most)) + 1) * row
+    shared = config.transport == "shared_memory" or (config.transport == "auto" and device == "cpu")
+    rows = ep * (room + 1) if shared else room
+    return 2 * sum(-(-rows * wide // 4096) * 4096 for wide in (row, 1)) // (ep if shared else 1)
+
+
+def kv_cache_bytes(shape: ModelConfig, slots: int, room: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of `slots` sequences with room for `room` tokens each."""
+    return 2 * shape.layers * slots * shape.kv_heads * room * shape.head_dim * dtype.itemsize
 
 
 def wire_bytes(

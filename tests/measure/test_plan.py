@@ -9,12 +9,23 @@ import torch
 
 from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
-from moekit.kernels import ragged
+from moekit.data.families import Sample, family_rows
+from moekit.kernels import cpu_ffn
 from moekit.kernels.explain import SHORT
 from moekit.learner.precision import ExpertCaches
 from moekit.measure import plan
+from moekit.measure.measures import attention_pairs
 from moekit.measure.memory import saved_bytes
-from moekit.measure.plan import Held, Microbatch, activation_bytes, buckets, storage_bytes, wire_bytes
+from moekit.measure.plan import (
+    Held,
+    Microbatch,
+    activation_bytes,
+    buckets,
+    exchange_bytes,
+    kv_cache_bytes,
+    storage_bytes,
+    wire_bytes,
+)
 from moekit.model.transformer import Part, Transformer
 from moekit.objectives import logprobs
 from moekit.objectives.balance import RouterLoss
@@ -144,7 +155,44 @@ def test_again_is_what_the_largest_recomputation_holds():
 
 
 def test_constants_are_those_of_the_code():
-    assert (plan.CHUNK_BYTES, plan.SHORT, plan.PAD) == (logprobs.CHUNK_BYTES, SHORT, ragged.PAD)
+    assert (plan.CHUNK_BYTES, plan.SHORT) == (logprobs.CHUNK_BYTES, SHORT)
+
+
+@pytest.mark.skipif(not cpu_ffn.fits(torch.bfloat16)[0], reason="torch's form of the experts pads their rows")
+def test_experts_in_bfloat16_keep_no_padding():
+    """Some 30 rows each for 64 experts: padding to 16s, which torch's form keeps, would be 22 % of the experts' rows.
+    Another form of the experts takes its rows unpadded: what they keep is R x (2 F x 2 bytes + 16) to the byte."""
+    shape = replace(BASE, layers=1, experts=64, top_k=4, expert_width=64)  # small: never timed
+    flat = batch(shape.vocab).flat
+    work = Microbatch.of(flat)
+    whole, moe = (measured(shape, torch.bfloat16, LearnerConfig(recompute=r), flat) for r in ("none", "moe"))
+    assert whole - moe == work.real * 4 * (2 * 64 * 2 + 16)
+    got = activation_bytes(shape, work, torch.bfloat16, LearnerConfig())
+    assert got["experts"] == whole - moe and got["total"] == pytest.approx(whole, rel=0.03)
+
+
+def test_pairs_are_those_that_are_counted():
+    """Of documents, of a shared prompt's children, and of padding, which has none."""
+    for b in (batch(50), family_rows([Sample([1] * 9, [[2] * 4, [3] * 7])], 32)):
+        assert Microbatch.of(b.flat).pairs == attention_pairs(b.flat)
+
+
+def test_the_exchange_by_hand():
+    """10 and 30 positions of 2 ranks, top 2 in float32: 60 rows of 256 bytes leave the fullest rank; a room of
+    ceil(1.25 x 2 x 40 / 2) = 50 rows; whole pages of memory for rows and for their classes, two windows."""
+    rows, page = 64 * 4, lambda n: -(-n // 4096) * 4096
+    for how, want in (
+        ({}, 60 * rows),
+        ({"dispatch": "rowwise"}, 2 * (page(2 * 51 * rows) + page(2 * 51)) // 2),
+        ({"dispatch": "rowwise", "transport": "symmetric"}, 2 * (page(50 * rows) + page(50))),
+        ({"dispatch": "rowwise", "transport": "padded"}, 2 * (2 * 50 + 1) * rows),
+    ):
+        assert exchange_bytes(BASE, LearnerConfig(ep=2, **how), [10, 30], torch.float32) == want, how
+    assert exchange_bytes(BASE, LearnerConfig(), [30], torch.float32) == 0
+
+
+def test_keys_and_values_by_hand():
+    assert kv_cache_bytes(BASE, 3, 50, torch.bfloat16) == 2 * 3 * 3 * 2 * 50 * 16 * 2
 
 
 HELD = [
