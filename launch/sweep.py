@@ -32,8 +32,7 @@ from .folder import ENDED, read_json, write_json
 from .host import cpu_count, gpus
 from .job import Job
 from .processes import is_alive, stamp
-from .submit import submit
-from .worker import dumps
+from .submit import _name_of, _pack, submit
 
 _POLL_S = 0.2
 _METRICS = ("loss/", "eval/", "reward/", "rate/")
@@ -83,7 +82,7 @@ def sweep(
         how = f"give another name=, or go on with it: moekit.attach_sweep({str(folder)!r}).resume()"
         raise RunExistsError(f"the folder {folder} exists; {how}")
     options.setdefault("threads", max(1, cpu_count() // (options.get("nproc", 1) * at_once)))
-    call = dumps((fn, calls, options, at_once))
+    call = _pack(fn, (calls, options, at_once), {}, _name_of(fn))  # as it is now, for all jobs
     folder.mkdir(parents=True)
     try:
         (folder / "call.pkl").write_bytes(call)
@@ -146,7 +145,8 @@ class Sweep:
         folder. Finished ones stay as they are. ConfigError: a process, this one or another, is at it."""
         if self.queue:
             raise ConfigError(f"process {self.queue['pid']} runs sweep {self.name}; wait(), or stop() it first")
-        fn, calls, options, at_once = pickle.loads((self.folder / "call.pkl").read_bytes())
+        packed = pickle.loads((self.folder / "call.pkl").read_bytes())
+        fn, (calls, options, at_once), _ = pickle.loads(packed["call"])
         states, mine = self.states, {"pid": os.getpid(), "start": stamp(os.getpid()), "began": time.time()}
         ready = [(n, call) for n, call in zip(self.asked, calls) if states[n] in ("waiting", "failed", "stopped")]
         live = dict(enumerate(job for job in self.jobs.values() if not job.done))  # of one that was detached
@@ -165,11 +165,13 @@ class Sweep:
                             raise
 
         def follow() -> None:
-            while self.queue == mine and (ready or not all(job.done for job in live.values())):
-                fill()
-                time.sleep(_POLL_S)
-            if self.queue == mine:
-                (self.folder / "queue.json").unlink()
+            try:
+                while self.queue == mine and (ready or not all(job.done for job in live.values())):
+                    fill()
+                    time.sleep(_POLL_S)
+            finally:
+                if self.queue == mine:
+                    (self.folder / "queue.json").unlink()
 
         try:
             fill()  # here, so that what is wrong with the first ones is said here
