@@ -36,7 +36,7 @@ INSTALL = "the browser tests drive Debian's Chromium: apt-get install chromium (
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync")  # fmt: skip
 WIDE, HIGH = 1280, 900
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 # name, x and y of every line in the plots below an element, as plotly itself has them
 LINES = """cell => [...cell.querySelectorAll('.js-plotly-plot')].flatMap(plot => plot._fullData ?? [])
@@ -143,11 +143,14 @@ class Sheet:
     def __init__(self, page: Page, lab: Lab, name: str, label: str):
         self.page, self.lab, self.name, self.label = page, lab, name, label
         self.foreign: list[str] = []  # what the page asked of other hosts
+        self.complaints: list[str] = []  # errors of scripts, and of widgets that could not follow their kernel
         self.frames: list[Frame] = []
         self._shots = 0
         page.set_default_timeout(1000 * PATIENCE_S)
         page.on("request", self._asked)
         page.on("websocket", self._connected)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda told: told.type == "error" and self.complaints.append(told.text))
         page.goto(f"{lab.url}/lab/workspaces/{label}/tree/{name}?token={lab.token}")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.panel.locator(".jp-Cell").first.wait_for()
@@ -222,8 +225,9 @@ class Sheet:
         return re.search(r"\[\d+\]", prompt or "") is not None
 
     def wait_cell(self, number: int, patience: float = PATIENCE_S) -> None:
-        """Until a cell has run."""
+        """Until a cell has run, and without an error."""
         self.until(lambda: self.has_run(number), f"cell {number}", patience)
+        assert not self.error(number), self.error(number)
 
     def output(self, number: int) -> str:
         """The text of a code cell's output."""
@@ -292,3 +296,4 @@ def opened(lab: Lab, browser: Browser, request: pytest.FixtureRequest) -> Iterat
         sheet.shot("end")
     context.close()
     assert not [url for sheet in sheets for url in sheet.foreign], "the page asked other hosts"
+    assert not [text for sheet in sheets for text in sheet.complaints], "the page's console has errors"

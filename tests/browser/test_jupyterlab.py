@@ -272,9 +272,9 @@ def whole(sheet: Any, number: int, folder: Path) -> None:
 
 def test_stop_restart_and_attach_to_the_stopped_job(lab: Any, small: str, opened: Callable[[str], Any]) -> None:
     """Stop leaves no process; after a restart of the kernel the job's whole history is in the page."""
-    submit = 'job = mk.submit(train, config, nproc=2, name="stopped", overwrite=True)\nmk.dashboard(job)'
-    attach = 'import moekit as mk\n\nmk.dashboard(mk.attach("runs/stopped"))'
-    sheet, folder = opened(lab.write("stop.ipynb", small, submit, attach)), lab.root / "runs" / "stopped"
+    submit = 'job = mk.submit(train, config, nproc=2, name="first", overwrite=True)\nmk.dashboard(job)'
+    attach = 'import moekit as mk\n\nmk.dashboard(mk.attach("runs/first"))'
+    sheet, folder = opened(lab.write("stop.ipynb", small, submit, attach)), lab.root / "runs" / "first"
     sheet.run(0)
     sheet.run(1)
     watch(sheet, 1, folder)
@@ -296,7 +296,7 @@ def test_stop_restart_and_attach_to_the_stopped_job(lab: Any, small: str, opened
 def test_restart_and_attach_to_the_running_job(lab: Any, small: str, opened: Callable[[str], Any]) -> None:
     """A detached job outlives its kernel and is found again running; an attached one ends with its kernel."""
     submit = """
-job = mk.submit(train, config, nproc=2, name="detached", detach=True, overwrite=True)
+job = mk.submit(train, config, nproc=2, name="second", detach=True, overwrite=True)
 
 def waits():
     import time
@@ -305,28 +305,28 @@ def waits():
 attached = mk.submit(waits, name="attached", overwrite=True)
 mk.dashboard(job)
 """
-    attach = 'import moekit as mk\n\nmk.dashboard(mk.attach("runs/detached"))'
+    attach = 'import moekit as mk\n\nmk.dashboard(mk.attach("runs/second"))'
     sheet, runs = opened(lab.write("attach.ipynb", small, submit, attach)), lab.root / "runs"
     sheet.run(0)
     sheet.run(1)
-    before = watch(sheet, 1, runs / "detached", more=1)
+    before = watch(sheet, 1, runs / "second", more=1)
     sheet.until(lambda: state(runs / "attached") == "running", "the attached job")
     sheet.restart()
     sheet.until(lambda: gone(runs / "attached"), "the attached job to end", 10)
     sheet.run(2)
     says(sheet, 2, "running")
-    after = watch(sheet, 2, runs / "detached")
+    after = watch(sheet, 2, runs / "second")
     assert after[0] > before[-1]
     sheet.shot("attached-running")
     press(sheet, 2, "Stop")
     says(sheet, 2, "stopped")
-    whole(sheet, 2, runs / "detached")
-    assert gone(runs / "detached")
-    steps = len(recorded(runs / "detached", "loss/sft")[0])
+    whole(sheet, 2, runs / "second")
+    assert gone(runs / "second")
+    steps = len(recorded(runs / "second", "loss/sft")[0])
     press(sheet, 2, "Resume")
     says(sheet, 2, "running")
-    sheet.until(lambda: len(recorded(runs / "detached", "loss/sft")[0]) > steps, "the resumed job to go on")
+    sheet.until(lambda: len(recorded(runs / "second", "loss/sft")[0]) > steps, "the resumed job to go on")
     sheet.shot("resumed")
     press(sheet, 2, "Stop")
     says(sheet, 2, "stopped")
-    whole(sheet, 2, runs / "detached")
+    whole(sheet, 2, runs / "second")
