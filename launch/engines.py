@@ -38,8 +38,10 @@ def main() -> None:
         _rank(Path(folder), os.environ["RANK"])
     from ipyparallel.controller.app import IPController
 
-    # The guard watches the ranks; a heart that stood still, as on a suspended laptop, is no reason to drop one.
-    IPController.launch_instance(["--usethreads", "--HeartMonitor.max_heartmonitor_misses=1000000000"])
+    # Ranks count as there once their hearts beat; later the guard watches them, and hearts may stand still (a suspended
+    # laptop). The database would keep all that was ever sent.
+    hearts = ["--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=1000000000"]
+    IPController.launch_instance(["--usethreads", "--nodb", "--log-level=ERROR", *hearts])
 
 
 def _guard(folder: Path, ranks: int, notebook: int, start: str) -> None:
@@ -92,8 +94,8 @@ def _rank(folder: Path, rank: str) -> None:
         def redirect_output(self, iopub_socket: Any) -> None:
             """What is printed, also by C++ and by other processes, goes to the log, which the notebook follows."""
 
-    own = ["--IPEngine.enable_nanny=False", "--log-level=ERROR", "--InteractiveShell.colors=nocolor"]
-    Engine.launch_instance([f"--IPEngine.id={rank}", *own])
+    alone = ["--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0"]  # the guard watches
+    Engine.launch_instance([f"--IPEngine.id={rank}", *alone, "--log-level=ERROR", "--InteractiveShell.colors=nocolor"])
     processes.leave(0)
 
 

@@ -76,3 +76,7 @@ class JobError(MoekitError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the rank's traceback, not that of the process which asked for it."""
+        return f"JobError: {self}".splitlines()
