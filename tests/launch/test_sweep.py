@@ -30,6 +30,7 @@ class Fakes:
     """Stands in for `submit` and `Job`: a job runs until it is told to end; notes what was asked for."""
 
     asked: list[tuple[str, tuple, dict]] = field(default_factory=list)
+    functions: list[Any] = field(default_factory=list)
     most: int = 0
     resumed: list[str] = field(default_factory=list)
     refuse: str = ""
@@ -40,6 +41,7 @@ class Fakes:
         folder = runs / name
         folder.mkdir()  # never twice
         self.asked.append((name, args or fn.keywords, options))
+        self.functions.append(fn)
         end(folder, "running")
         states = [json.loads(p.read_text())["state"] for p in runs.glob("*/state.json")]
         self.most = max(self.most, states.count("running"))
@@ -185,6 +187,21 @@ def test_what_cannot_work_leaves_nothing(fakes: Fakes, runs: Path) -> None:
     assert not (runs / "s").exists() and not fakes.asked
     with pytest.raises(ConfigError, match="no sweep at"):
         attach_sweep(runs / "s")
+
+
+def test_bc_120_every_job_runs_the_cell_as_it_was_when_the_sweep_began(
+    fakes: Fakes, runs: Path, until: Callable[..., bool]
+) -> None:
+    """What the notebook changes meanwhile reaches no job that waits, nor one that is begun after a restart."""
+    cell: dict[str, Any] = {"__name__": "__main__", "FACTOR": 10}
+    exec("def h(x):\n    return x * FACTOR", cell)  # noqa: S102 (a cell)
+    found = sweep(cell["h"], {}, {"x": (1, 2)}, name="s", runs=runs)
+    cell["FACTOR"] = 1000
+    end(runs / "s" / "00_x-1", "finished")
+    started(fakes, 2, until)
+    found.stop()
+    attach_sweep(runs / "s").resume().stop()
+    assert [fn() for fn in fakes.functions] == [10, 20, 20]
 
 
 def test_nothing_is_ever_overwritten(fakes: Fakes, runs: Path) -> None:

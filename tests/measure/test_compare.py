@@ -13,7 +13,7 @@ import pytest
 from moekit.data.batch import CLASSES
 from moekit.errors import ConfigError, DataError, UnlikeRunsError
 from moekit.measure.card import RunCard, hash_data
-from moekit.measure.compare import PER, RATES, check, differences, side_by_side, words
+from moekit.measure.compare import PER, RATES, check, differences, side_by_side, under, words
 from moekit.measure.record import RunWriter, open_run
 
 COUNTS = {"supervised": 10, "context": 20, "filtered": 4, "padding": 6}
@@ -149,3 +149,8 @@ def test_data_are_known_by_content(tmp_path: Path) -> None:
     assert hash_data(tmp_path) == before
     two.rename(tmp_path / "c.jsonl")
     assert hash_data(tmp_path) != before
+
+
+def test_a_name_covers_what_is_inside_it_and_nothing_that_only_begins_alike() -> None:
+    assert under("rows.length", ["rows"]) and under("rows", ["rows"]) and not under("rows", ["rows.length"])
+    assert not under("rows_of_a_step", ["rows"]) and not under("learner.lr_min", ["learner.lr"])
