@@ -89,6 +89,8 @@ class RLConfig(RunConfig):
     engine: Literal["embedded", "process", "vllm"] = "embedded"  # in the learner's process, in one of its own, or vLLM
     engine_url: str | None = None  # of a vLLM server: `moekit.rollout.vllm_http.start_server`, or one of yours
     staleness: int = 0  # 1: the answers of a step are sampled while the step before trains, one step behind
+    engine_seconds: float = 300.0  # that a vLLM server which is gone may take to come back, at the same address
+    serve_ep: int | None = None  # ranks that share the experts of an embedded engine; None = each rank's has all
     update_mode: Literal["atomic", "in_place"] = "atomic"  # the old weights serve until all new ones are there, or not
     length: int = 512  # T, positions of a row
     share_prompt: bool = True
@@ -150,6 +152,13 @@ class RLConfig(RunConfig):
             not old or self.engine != "embedded",
             f"staleness={old} samples while the learner trains, which engine='embedded' cannot; take engine='process'",
         )
+        ep = self.serve_ep
+        _need(ep is None or ep >= 1, f"serve_ep={ep} must be at least 1 rank")
+        _need(
+            ep is None or self.engine == "embedded",
+            f"serve_ep={ep} is of engine='embedded'; engine={self.engine!r} has all experts on each rank or on its own",
+        )
+        _need(self.engine_seconds >= 0, f"engine_seconds={self.engine_seconds} must be at least 0")
         _need(
             self.engine_url is None or self.engine == "vllm",
             f"engine_url={self.engine_url!r} is a vLLM server's address; set engine='vllm', or leave it out",

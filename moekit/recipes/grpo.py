@@ -60,7 +60,7 @@ def train(config: GRPOConfig) -> dict[str, Any]:
     Args: `config`: see `moekit.workloads.GRPOConfig`. `out=None` takes the job's folder, or a new one under runs/.
     Returns: What came out, the same on every rank: run folder, steps, held-out scores before and after, tokens, rates.
     Raises: MoekitError: bad input, on all ranks, before anything is written."""
-    run = runs.begin(config, "grpo", lambda tokenizer, _: rl.load_data(config, tokenizer), task=True)
+    run = rl.begin(config, "grpo")
     learner = Learner(run.model(), objective(config), config.learner, run.world)
     reference = Forward(run.model(), config.learner, run.world) if config.kl else None
     stream = RowStream(run.data, config.prompts, config.seed)
@@ -110,8 +110,7 @@ def update(
         score(learner, "old_logprob", "score", config.replay)
     if reference is not None:
         score(reference, "ref_logprob", "reference")
-    gaps = [(f["old_logprob"] - a.logprobs).abs() for f, a in zip(fields, answers) if "old_logprob" in f and a.ids]
-    gap = float(torch.cat(gaps).max()) if gaps else 0.0  # of learner and engine, the largest of a token
+    old = [f["old_logprob"] for f in fields if "old_logprob" in f]
     kl_A = None
     if config.kl and config.kl_in == "reward":
         each = [kl_estimate(f["old_logprob"], f["ref_logprob"], config.kl_kind).sum() for f in fields]
@@ -137,6 +136,6 @@ def update(
         "rollout/masked": float(found.masked), "reward/not_finite": float(found.not_finite),
         "rollout/weight_capped": float(capped), "rows/saved_positions": report.counts.get("shared", 0) / config.epochs,
     }  # fmt: skip
-    if "old_logprob" in (fields[0] if fields else {}):
-        metrics["rollout/logprob_gap"] = gap
+    if old:
+        metrics["rollout/logprob_gap"] = rl.logprob_gap(old, answers)
     return metrics, arrays, found.advantage_A

@@ -1,8 +1,11 @@
 """Where a run's answers are sampled, and how the learner's weights get there: by intervals, once for each version.
 
-Each rank has an engine for the whole model: in its own process, in a process beside it, or vLLM. What a rank does not
-hold (other experts, other pipeline stages) comes point to point from a rank that does, a chunk at a time, and goes on
-to the rank's engine; nothing is put together that the engine does not keep.
+Each rank has an engine for the whole model, in its own process or in one beside it. Or some ranks serve together, each
+with a slice of the experts (`serve_ep`), or one vLLM server serves all. What an engine needs and its rank does not hold
+(other experts, other pipeline stages) comes point to point from a rank that does, a chunk at a time, and goes on to the
+engine; nothing is put together that the engine does not keep.
+
+A vLLM server may die and come back: rank 0 has a copy of the weights that it had, and gives them to it again.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 from ..checkpoint.intervals import Piece
 from ..errors import EngineError
 from ..learner.learner import Learner
+from ..learner.mesh import World
 from ..model.transformer import Part, Transformer
 from ..rollout.embedded import DTYPES, EmbeddedEngine
 from ..rollout.engine_process import EngineProcess
@@ -29,6 +33,8 @@ from ..rollout.vllm_http import HTTPLink
 from ..rollout.weight_plan import Send, dtypes, held, plan
 from ..rollout.weight_transfer import CHUNK, Chunk, Sent, chunks, load
 from ..workloads import RLConfig
+from .serve import serving_engine
+from .setup import together
 
 PROBE = 1 << 24  # bytes of the copy that the floor is measured with
 CUT = CHUNK // 8  # elements of a chunk between ranks; both sides cut alike, and an element has eight bytes at most
@@ -45,18 +51,24 @@ class Weights:
     Args:
         learner: whose.
         config: of the run; `rollout_dtype` is that of the wire.
+        serves: what this rank's engine holds; None = the whole model.
+        waits: the ranks, for a collective that waits for a server.
     """
 
-    def __init__(self, learner: Learner, config: RLConfig):
+    def __init__(
+        self, learner: Learner, config: RLConfig, serves: Transformer | None = None, waits: World | None = None
+    ):  # fmt: skip
         began, self.learner, self.world = time.perf_counter(), learner, learner.world
+        self.waits, self.patience = waits or self.world, config.engine_seconds
         shape, self.own = learner.model.config, held(learner.model)
-        self.pieces = {n: p for n, (p, _) in held(Transformer(shape, device="meta", seed=None)).items()}
+        serves = Transformer(shape, device="meta", seed=None) if serves is None else serves
+        self.pieces = {n: p for n, (p, _) in held(serves).items()}
         self.dtypes = dtypes(shape, DTYPES[config.rollout_dtype or config.dtype])
         have, sizes = (
             self.world.gather([p for p, _ in self.own.values()]),
             {n: d.itemsize for n, d in self.dtypes.items()},
         )
-        want, ranks = [list(self.pieces.values())] * self.world.size, list(range(self.world.size))
+        want, ranks = self.world.gather(list(self.pieces.values())), list(range(self.world.size))
         if config.engine == "vllm":  # one server for all ranks
             want[1:] = [[] for _ in ranks[1:]]
         self.plan = plan(have, want, sizes, near=ranks)
@@ -64,7 +76,7 @@ class Weights:
         keeps = config.engine == "process" and (config.staleness > 0 or bool(self.plan.wire_ST.any()))
         self.kept = {n: torch.empty(len(p), dtype=self.dtypes[n]) for n, p in self.pieces.items()} if keeps else {}
         size = sum(len(p) * sizes[n] for n, p in self.pieces.items())
-        self.engine_bytes = size * (1 + keeps)  # of weights that are there for the engine
+        self.engine_bytes = size * (1 + keeps) if want[self.world.rank] else 0  # of weights held here for the engine
         self.plan_s, self.waited, self.wired = time.perf_counter() - began, 0.0, 0
         self.moved, self.version = Sent(), -1
         a, b = torch.ones(2, PROBE, dtype=torch.uint8)
@@ -82,7 +94,7 @@ class Weights:
             self.moved = load(engine, version, mode, self.chunks())
         else:  # which waited for ranks, not for a cast
             one = isinstance(engine, VLLMEngine)
-            self.moved = self._lead(engine, version, mode) if one else engine.update(self.chunks(), version, mode)
+            self.moved += self._lead(engine, version, mode) if one else engine.update(self.chunks(), version, mode)
             self.moved += Sent(0, {"cast": -self.waited, "wire": self.waited})
         self.version = version
 
@@ -96,10 +108,21 @@ class Weights:
                 list(self.chunks())
         except EngineError as found:
             error = found
-        if why := self.world.gather(str(error or ""))[0]:
-            raise error or EngineError(f"rank 0: {why}")
-        engine.follow(version)
+        if not self.recovered(engine, error, version):
+            engine.follow(version)
         return sent
+
+    def recovered(self, engine: VLLMEngine, error: EngineError | None, version: int) -> bool:
+        """Whether some rank could not go on, and the server now has this version, again. A collective.
+
+        Raises EngineError: it did not come back in `patience` seconds, or does not take the weights."""
+        if not any(self.waits.gather(error is not None)):
+            return False
+        with together(self.waits):
+            if self.world.rank == 0:
+                self.moved += engine.recover(self.patience)
+        engine.follow(version)
+        return True
 
     def chunks(self) -> Iterator[Chunk]:
         """Every element of every parameter and buffer once: what is here first, then, in turn k, rank r gives to r + k
@@ -156,7 +179,7 @@ class Weights:
         return {**dict(zip(MOVED, seconds)), "transfer/bytes": size}
 
 
-def engine_of(learner: Learner, config: RLConfig) -> tuple[Any, Weights | None]:
+def engine_of(learner: Learner, config: RLConfig, waits: World | None = None) -> tuple[Any, Weights | None]:
     """The engine that the config names, and what brings it weights: None where it stands on the learner's own, which
     an engine in this process does if they are all here and of its dtype. Others wait for their first transfer.
 
@@ -166,16 +189,21 @@ def engine_of(learner: Learner, config: RLConfig) -> tuple[Any, Weights | None]:
     Raises:
         ConfigError: a dtype that vLLM is not served in here.
         BackendError: an engine's process cannot start.
+        EngineError: nobody answers at a server's address.
     """
     own, model = config.rollout_dtype or config.dtype, learner.model
     how: dict[str, Any] = {"dtype": own, "slots": config.slots, "device": model.device}
-    if config.engine == "embedded" and own == config.dtype and model.part == Part.whole(model.config):
-        return EmbeddedEngine.of(model, lambda: learner.updates, slots=config.slots), None
-    weights = Weights(learner, config)
     if config.engine == "embedded":
-        return EmbeddedEngine(model.config, **how), weights
+        layout, same = replace(config.learner, ep=config.serve_ep or 1), own == config.dtype
+        if layout.ep == 1 and same and model.part == Part.whole(model.config):
+            return EmbeddedEngine.of(model, lambda: learner.updates, slots=config.slots), None
+        engine = serving_engine(model.config, layout, learner.world, **how)
+        return engine, Weights(learner, config, engine.model)
+    weights = Weights(learner, config, None, waits)
     if config.engine == "process":
         return EngineProcess(model.config, **how, weights=weights.again), weights
     link = HTTPLink(config.engine_url or "", connections=config.slots)
     # a step may move the weights too little for the probe: that is counted in the metrics
-    return VLLMEngine(link, model.config, dtype=own, need_proof=False), weights
+    vllm = VLLMEngine(link, model.config, dtype=own, need_proof=False)
+    vllm.attach()
+    return vllm, weights

@@ -65,7 +65,7 @@ def train(config: PPOConfig) -> dict[str, Any]:
     Args: `config`: see `moekit.workloads.PPOConfig`. `out=None` takes the job's folder, or a new one under runs/.
     Returns: What came out, the same on every rank: run folder, steps, held-out scores before and after, tokens, rates.
     Raises: MoekitError: bad input, on all ranks, before anything is written."""
-    run = runs.begin(config, "ppo", lambda tokenizer, _: rl.load_data(config, tokenizer), task=True)
+    run = rl.begin(config, "ppo")
     loss = PPO(
         clip_low=config.clip_low, clip_high=config.clip_high, temperature=config.temperature, kl=config.kl_kind,
         beta=config.kl if config.kl_in == "loss" else 0.0, denominator=config.denominator,
@@ -182,6 +182,7 @@ def targets(
     told = {
         "rollout/masked": float(len(answers) - len(some)), "rollout/weight_capped": float(capped),
         "ppo/kl_reference": float(kl_N.sum()) / n, "ppo/reward": float(reward_N.sum()) / max(1, len(some)),
+        "rollout/logprob_gap": rl.logprob_gap(old, answers),
         "ppo/advantage": float(advantage_N.abs().sum()) / n, "ppo/value": float(flat(values).sum()) / n,
     }  # fmt: skip
     return fields, valid_A, told

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import RunConfig
+from ..config import LearnerConfig, ModelConfig, RunConfig
 from ..data.batch import Batch
 from ..data.families import Sample, family_rows
 from ..data.report import Report
@@ -30,11 +30,15 @@ from ..data.source import load_examples
 from ..data.stream import epoch_order, share
 from ..data.tasks import make_task, score
 from ..errors import ConfigError, DataError
+from ..launch.worker import Here
 from ..learner.forward import Forward
+from ..learner.mesh import check_layout
 from ..objectives.ratio import importance_weights
 from ..rollout.engine import Answer, Rollout
 from ..rollout.rewards import Reward, RewardPool, Verifier, math_verifier
 from ..workloads import RLConfig
+from . import runs
+from .runs import Run
 
 SUMMED = ("rows/", "tokens/", "wire/", "flops/", "time/", "positions/")  # over the updates of a step; others: mean
 LAST = ("lr", "step/", "rate/")
@@ -97,10 +101,22 @@ def card(config: RLConfig) -> dict[str, Any]:
     every = config.to_dict()
     batch = ("prompts", "group", "max_prompt", "max_new_tokens", "temperature", "top_k", "top_p", "rollout_dtype",
              "truncated_reward", "length", "share_prompt", "epochs", "minibatches", "verifier", "reward_scale",
-             "mask_truncated", "replay", "engine", "staleness", "update_mode")  # fmt: skip
+             "mask_truncated", "replay", "engine", "staleness", "update_mode", "serve_ep")  # fmt: skip
     skip = {*batch, *(f.name for f in fields(RunConfig)), "slots", "reward_seconds", "reward_workers", "critic_learner",
-            "engine_url"}  # fmt: skip
+            "engine_url", "engine_seconds"}  # fmt: skip
     return {"objective": {k: v for k, v in every.items() if k not in skip}, "batch": {k: every[k] for k in batch}}
+
+
+def begin(config: RLConfig, name: str) -> Run:
+    """A run on prompts. Raises ConfigError: ranks or experts that `serve_ep` does not divide; nothing was read yet."""
+
+    def check(shape: ModelConfig, here: Here) -> None:
+        try:
+            check_layout(LearnerConfig(ep=config.serve_ep or 1), shape, here.world)
+        except ConfigError as problem:
+            raise ConfigError(f"serve_ep={config.serve_ep}: {problem}") from None
+
+    return runs.begin(config, name, lambda tokenizer, _: load_data(config, tokenizer), task=True, check=check)
 
 
 def load_data(config: RLConfig, tokenizer: Any) -> Prompts:
@@ -275,6 +291,16 @@ def corrected(old_M: Tensor, engine_M: Tensor, config: RLConfig) -> tuple[dict[s
     if not config.staleness:
         return {"old_logprob": old_M, "weight": found.weight_M}, found.above
     return {"old_logprob": torch.maximum(old_M - math.log(cap), engine_M.to(old_M))}, found.above
+
+
+def logprob_gap(old: Sequence[Tensor], answers: Sequence[Answer]) -> float:
+    """Of learner and engine, the largest of a token: their arithmetic, and with staleness=1 a policy's step too.
+
+    Args:
+        old: log-probs of each answer's tokens, of the learner as the step begins.
+    """
+    gaps = [(x[: len(a.ids)] - a.logprobs).abs().max() for x, a in zip(old, answers) if a.ids]
+    return float(torch.stack(gaps).max()) if gaps else 0.0
 
 
 def prefixed(metrics: dict[str, float], component: str) -> dict[str, float]:

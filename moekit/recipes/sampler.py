@@ -30,8 +30,10 @@ from ..learner.learner import Learner
 from ..learner.mesh import World
 from ..measure.files import append, write_atomic
 from ..rollout.engine import Rollout, Sampling
+from ..rollout.engine_process import TRIES
 from ..rollout.rewards import summary
 from ..rollout.stats import NAMES
+from ..rollout.vllm_engine import VLLMEngine
 from ..workloads import RLConfig
 from . import rl, setup
 from .placement import MOVED, engine_of
@@ -102,8 +104,10 @@ class Sampler:
             self.pool = rl.reward_pool(self.config)
         self.beside = ThreadPoolExecutor(1, "moekit-rollout") if self.config.staleness else None
         with together(run.waits):  # a layout's plan is made by all ranks, or refused by all
-            self.engine, self.weights = engine_of(learner, self.config)
+            self.engine, self.weights = engine_of(learner, self.config, run.waits)
         self.transfer()
+        with together(run.waits):
+            self.engine.capabilities.need(routes=self.config.replay)
         self.watch = Stopwatch()
 
     def __enter__(self) -> Self:
@@ -138,7 +142,8 @@ class Sampler:
         """The prompts of a step, the place behind them, and what waits for their answers, which may begin at once."""
         chosen, how = stream.take(), replace(self.how, seed=self.config.seed * 1_000_003 + step)
         sample = partial(self._sample, self.prompts, chosen, how)
-        return chosen, stream.state(), sample if self.beside is None else self.beside.submit(sample).result
+        ways = [sample] if self.beside is None else [sample, self.beside.submit(sample).result]
+        return chosen, stream.state(), lambda: (ways.pop() if len(ways) > 1 else sample)()
 
     def _mine(self, chosen: np.ndarray) -> np.ndarray:
         return np.array_split(np.arange(len(chosen)), self.world.size)[self.world.rank]
@@ -153,8 +158,8 @@ class Sampler:
     def _answer(
         self, prompts: Prompts, chosen: np.ndarray, sampled: Callable[[], list[Rollout]], watch: Stopwatch
     ) -> Experience:
-        with watch.during("rollout"), watch.during("learner_idle"), together(self.waits):
-            found = sampled()
+        with watch.during("rollout"), watch.during("learner_idle"):
+            found = self._collected(sampled)
         with watch.during("reward"), together(self.waits):
             texts = [self.tokenizer.decode(a.ids, skip_special_tokens=True) for r in found for a in r.answers]
             items = [prompts.items[chosen[i]] for i, r in zip(self._mine(chosen), found) for _ in r.answers]
@@ -162,6 +167,23 @@ class Sampler:
             rewards = self.pool.score(items, texts, sequences)
         everything = self.world.gather((found, rewards, texts))
         return Experience(*([x for part in column for x in part] for column in zip(*everything)))
+
+    def _collected(self, sampled: Callable[[], list[Rollout]]) -> list[Rollout]:
+        """What `sampled` gives. Where a server is gone it is waited for, and asked again, for what is not here. A
+        collective."""
+        tries = TRIES if isinstance(self.engine, VLLMEngine) else 0
+        while True:
+            error: EngineError | None = None
+            with together(self.waits):
+                try:
+                    found = sampled()
+                except EngineError as problem:
+                    if not tries:
+                        raise
+                    error, found = problem, []
+            if not tries or not self.weights or not self.weights.recovered(self.engine, error, self.weights.version):
+                return found
+            tries -= 1
 
     def scored(
         self, layout: Forward, batches: Sequence[Batch], experience: Experience, *, replay: bool = False
@@ -175,8 +197,9 @@ class Sampler:
         """Bring the learner's weights to the engine, when the answers under way are there; nothing where it shares
         them. A collective."""
         if self.next is not None:
-            with self.watch.during("learner_idle"), together(self.waits):
-                self.next[2]()
+            with self.watch.during("learner_idle"):
+                found = self._collected(self.next[2])
+            self.next = (*self.next[:2], lambda: found)
         with self.watch.during("transfer"):
             if self.weights is not None:
                 began = time.perf_counter()

@@ -131,6 +131,7 @@ class Capabilities:
     stop_sequences: bool = False
     updates: tuple[str, ...] = ()  # modes of update_weights
     running: tuple[str, ...] = ()  # what may happen to running answers at an update
+    why: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by what it has not: the reason
 
     def need(self, **wants: bool | str) -> None:
         """Raise unless every wish is met; a wish is True, or one of the named modes.
@@ -138,14 +139,15 @@ class Capabilities:
         Raises CapabilityError: names engine, wish and remedy.
         >>> Capabilities("mine", logprobs=True, updates=("atomic",)).need(logprobs=True, updates="atomic")
         """
-        known = [f.name for f in dataclasses.fields(self)][1:]
+        known = [f.name for f in dataclasses.fields(self)][1:-1]
         for name, want in wants.items():
             if name not in known:
                 raise ConfigError(f"no engine has a capability {name!r}; there are {', '.join(known)}")
             have = getattr(self, name)
             if not (want in have if isinstance(have, tuple) else have or not want):
                 has = f"only {', '.join(have) or 'none'}" if isinstance(have, tuple) else "not at all"
-                remedy = REMEDY.get(name, "choose another engine, or do without")
+                remedy = self.why.get(name, "") + "; " * (name in self.why)
+                remedy += REMEDY.get(name, "choose another engine, or do without")
                 raise CapabilityError(
                     f"engine {self.engine!r} was asked for {name}={want!r} and has it {has}; {remedy}"
                 )

@@ -6,40 +6,46 @@
         rollouts = engine.generate(prompts, Sampling(n=4), prompt_ids=ids)
 
 An update is believed when it is proved: the engine's log-probs of a fixed text are those of the new weights, to within
-rounding, and not those of the old ones. vLLM answers "done" to updates that left its experts wrong.
+rounding, and not those of the old ones (`moekit.rollout.vllm_probe`). vLLM answers "done" to updates that left its
+experts wrong.
 
-Axis letters: P positions of a prompt, L layers that route, K experts per token.
+A server may have been left paused or half updated by somebody before, and it may die and be started again, with other
+weights: at the first contact, and after a loss, it is asked for its state, and nothing is sampled from it before it has
+a whole update of ours.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoint.export import choose_family
 from ..checkpoint.names import Naming, pieces
 from ..config import ModelConfig
-from ..errors import CapabilityError, ConfigError, EngineError, StorageError
+from ..errors import CapabilityError, ConfigError, EngineError
 from ..model.transformer import Transformer
-from .embedded import DTYPES, EmbeddedEngine
+from .embedded import DTYPES
 from .engine import Answer, Capabilities, Rollout, Sampling, Told
 from .sampling import draw_key
 from .stats import Stats
+from .vllm_files import abandon, send
 from .vllm_messages import PLAIN, Link, parameters, parse, parse_prompt
+from .vllm_plugin import TORN
+from .vllm_probe import TOLERANCE, Proof, Reading, probe_ids, prove, read
 from .weight_transfer import Chunk, Sent
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}  # nats; float32 was seen at 3e-6 when right, above 1 when wrong
-PROBE = 300  # tokens: longer than two blocks of vLLM's cache on CPU
+STARTED = -1  # stands for the weights that a server was started with, once it was given others
 
 
 class VLLMEngine:
@@ -51,9 +57,10 @@ class VLLMEngine:
         dtype: that vLLM serves in, "float32" or "bfloat16".
         version: of the weights that vLLM was started with.
         family, naming: as which Hugging Face family, and how experts are named on the way.
-        tolerance: of the probe, nats; None = by dtype (`TOLERANCE`).
+        tolerance: of the probe, nats; None = by dtype (`vllm_probe`).
         need_proof: an update whose weights the probe cannot tell from the old ones raises; else it is counted
-            (`unproved`), and held only to the new weights' log-probs.
+            (`unproved`), and held only to the new weights' log-probs. So is one of a server that could not be asked
+            before, because it was paused or half updated.
         chunk_bytes: of one file.
         folder: where files stand for a moment; vLLM must see it. None = shared memory.
 
@@ -71,14 +78,13 @@ class VLLMEngine:
             raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(TOLERANCE)}")
         self.link, self.config, self.dtype, self.initial = link, config, dtype, version
         self.pieces, self.chunk_bytes = pieces(config, choose_family(config, family), naming), chunk_bytes
-        self.tolerance, self.need_proof = TOLERANCE[dtype] if tolerance is None else tolerance, need_proof
-        self.model = Transformer(config, dtype=DTYPES[dtype], seed=None)
-        self.stats, self.unproved, self.gap = Stats(), 0, 0.0
+        self.tolerance, self.need_proof, self.probe_ids = tolerance, need_proof, probe_ids(config)
+        self.stats, self.unproved, self.restarts, self.proof = Stats(), 0, 0, Proof(0.0, 0.0, False)
         self._version, self._given, self._broken, self._old = version, False, "", None
+        self._due = version  # of the weights that `model` holds
         self._gate, self._paused, self._asking, self._stopped = threading.Condition(), False, 0, False
+        self._attached, self._routes, self._kept = False, None, dict[str, tuple[Answer, Tensor | None]]()
         self._folder = tempfile.mkdtemp(prefix="moekit-vllm-", dir=folder or "/dev/shm")
-        generator = torch.Generator().manual_seed(22)
-        self._probe = torch.randint(config.vocab, (min(PROBE, config.max_positions - 2),), generator=generator).tolist()
 
     def __enter__(self) -> Self:
         return self
@@ -91,10 +97,30 @@ class VLLMEngine:
         self.link.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @cached_property
+    def model(self) -> Transformer:
+        """The trainer's side of the weights; not there before it is needed."""
+        return Transformer(self.config, dtype=DTYPES[self.dtype], seed=None)
+
+    @property
+    def gap(self) -> float:
+        """Of the last proof, nats."""
+        return self.proof.gap
+
     @property
     def capabilities(self) -> Capabilities:
-        """Routes where vLLM was started with them; updates in place only."""
-        return Capabilities("vllm", True, self.link.routes, True, True, True, False, ("in_place",), ("finish",))
+        """Routes where vLLM's replies have them: where none came yet, one token is asked for. Updates in place only."""
+        self.attach()
+        if self._routes is None and not self._broken:
+            self._score([self.probe_ids[:2]])
+        return self._capabilities
+
+    @property
+    def _capabilities(self) -> Capabilities:
+        why = "the server's replies have none" if self._routes is False else f"not known yet: {self._broken}"
+        how = "; start it with --enable-return-routed-experts, which vLLM 0.32 has on GPUs only"
+        modes = ("in_place",), ("finish",)
+        return Capabilities("vllm", True, bool(self._routes), True, True, True, False, *modes, {"routes": why + how})
 
     @property
     def version(self) -> int:
@@ -104,13 +130,18 @@ class VLLMEngine:
     def metrics(self) -> dict[str, float]:
         """What was done since the last call."""
         found, self.stats = self.stats.metrics(), Stats()
-        return found | {"probe/gap": self.gap, "probe/unproved": float(self.unproved)}
+        if "model" not in vars(self):  # another engine brings the weights, and proves them
+            return found
+        told = {"gap": self.proof.gap, "limit": self.proof.limit, "unproved": float(self.unproved)}
+        return found | {f"probe/{name}": value for name, value in told.items()}
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, prompt_ids: Sequence[int] | None = None,
         told: Told | None = None,
     ) -> list[Rollout]:  # fmt: skip
         """`sampling.n` answers to each prompt; each has a seed of its own, from (seed, prompt id, sample).
+
+        Answers that were finished when an error came are kept: the same call, after `recover`, asks for the others.
 
         Raises:
             ConfigError: an empty prompt, a token outside the vocabulary.
@@ -123,13 +154,21 @@ class VLLMEngine:
             for p, i in zip(prompts, names, strict=True)
             for s in range(sampling.n)
         ]
+        names = [json.dumps(request) for request in requests]
+        missing = [i for i, name in enumerate(names) if name not in self._kept]
+
+        def keep(at: int, reply: dict[str, Any]) -> None:
+            self._kept[names[missing[at]]] = self._read(reply, requests[missing[at]][0])
+            if told:
+                told(len(requests) - len(missing) + at + 1, len(requests))
+
         with self._through():
-            replies = self.link.ask(requests, told and (lambda done: told(done, len(requests))))
+            self.link.ask([requests[i] for i in missing], keep)
         out = [Rollout(list(p), None, []) for p in prompts]
-        for at, (reply, (prompt, _)) in enumerate(zip(replies, requests)):
-            answer, before = parse(reply, prompt, self.initial, self.link.routes)
-            out[at // sampling.n].answers.append(self._known(answer))
-            out[at // sampling.n].prompt_experts = before
+        for at, name in enumerate(names):
+            answer, out[at // sampling.n].prompt_experts = self._kept[name]
+            out[at // sampling.n].answers.append(answer)
+        self._kept.clear()
         return out
 
     def score(
@@ -158,7 +197,7 @@ class VLLMEngine:
 
     def update(self, chunks: Iterable[Chunk], version: int, mode: str = "in_place") -> Sent:
         """Take new weights as chunks of our parameters; all of them must come."""
-        own = {n: t for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         began, seen = time.perf_counter(), dict.fromkeys(own, 0)
         with torch.no_grad():
             for chunk in chunks:
@@ -186,43 +225,77 @@ class VLLMEngine:
             EngineError: vLLM refused, or the probe fails, or cannot tell. Then vLLM is paused and refuses to generate
                 until an update succeeds.
         """
-        self.capabilities.need(updates=mode)
-        if version == self._version and self._given and not self._broken:
+        self._capabilities.need(updates=mode)
+        if self._given and not self._broken and version == self._version == self._served():
             return Sent()
         if source is not self.model:
             self._take(source.state_dict() if isinstance(source, Transformer) else source)
-        want = self.expected() if expected is None else expected
+        self._due = version
+        self.attach()
         with self._alone():
-            self._old = before = self._old if self._stopped else self._measure()  # a stopped server cannot be asked
+            if not self._stopped:  # one that is paused or half updated cannot be asked
+                self._old, _ = read(self.link, self.probe_ids, STARTED)
+            before = self._old
             self._broken = f"the update to version {version} is not done; update the weights again"
             try:
-                sent = self._send(version)
+                how = Path(self._folder), self.chunk_bytes, self._stopped
+                sent = send(self.link, self.model, self.pieces, version, *how)
                 began = time.perf_counter()
                 self.link.control("resume")
-                now = self._measure(version)
-                self._prove(want, before, now)
+                now, reply = read(self.link, self.probe_ids, STARTED)
+                if set(now.after.version.tolist()) != {version}:
+                    raise EngineError(f"vLLM samples with version {now.after.version.tolist()}, not {version}")
+                self._prove(now, before, expected)
+                self._routes = reply["choices"][0].get("routed_experts") is not None
                 sent.seconds["verify"] = time.perf_counter() - began
             except BaseException as error:
                 self._stop(f"the update to version {version} failed: {error}")
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
                 raise EngineError(self._broken) from error
-            self._version, self._given, self._broken, self._old, self._stopped = version, True, "", now, False
+            self._old = now
+            self.follow(version)
         return sent
 
+    def _prove(self, now: Reading, before: Reading | None, expected: Tensor | None) -> None:
+        how: dict[str, Any] = {"dtype": self.dtype, "tolerance": self.tolerance, "expected": expected}
+        self.proof = prove(self.model, self.probe_ids, now, before, **how)
+        if not self.proof.apart:
+            if self.need_proof and before is not None:
+                limit = f"{self.proof.limit:.3g}"
+                raise EngineError(f"the probe cannot tell the new weights from the old ones to within {limit}: update "
+                                  "when they have moved, or set need_proof=False")  # fmt: skip
+            self.unproved += 1
+
     def follow(self, version: int) -> None:
-        """Another engine on the same server brought it this version."""
-        self._version, self._given, self._broken = version, True, ""
+        """vLLM has this version: another engine on the same server may have brought it."""
+        if version != self._version:
+            self._kept.clear()
+        self._version, self._given, self._broken, self._stopped = version, True, "", False
 
-    @property
-    def probe_ids(self) -> list[int]:
-        """The text of the probe."""
-        return list(self._probe)
+    def recover(self, patience: float) -> Sent:
+        """Wait until vLLM answers, and give it the weights again where it is not whole or has others, as a server that
+        was started again. `patience`: seconds, and those of one request.
 
-    def expected(self) -> Tensor:
-        """The probe's log-probs under the weights that are to be served."""
-        own, ids = EmbeddedEngine.of(self.model, lambda: self._version), self._probe
-        return own.score([ids[:1]], [[ids[1:]]], Sampling())[0].answers[0].logprobs
+        Raises EngineError: it did not come back in time, or is not proved.
+        """
+        until, self._attached = time.monotonic() + patience, False
+        while True:
+            try:
+                self.attach()
+                whole = self._given and not self._broken and self._served() == self._due
+                break
+            except EngineError as error:
+                if time.monotonic() > until:
+                    raise EngineError(
+                        f"the vLLM server {self.link.url} did not come back within {patience:g} s ({error}). Start it "
+                        "again at the same address, and the run with resume=True: it goes on from its last checkpoint"
+                    ) from error
+                time.sleep(0.25)
+        if whole or "model" not in vars(self):
+            return Sent()
+        self.restarts, self._broken = self.restarts + 1, self._broken or "it lost its weights"
+        return self.update_weights(self.model, self._due)
 
     def _take(self, values: Mapping[str, Tensor]) -> None:
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -234,81 +307,15 @@ class VLLMEngine:
             for name, t in own.items():
                 t.copy_(values[name])
 
-    def _send(self, version: int) -> Sent:
-        seconds: dict[str, float] = {"wire": 0.0, "load": 0.0}
-        own, size = dict(self.model.named_parameters()), 0
-        self.link.control("pause", mode="wait")
-        self.link.control("init", init_info={"root": self._folder})
-        self.link.control("start")
-        for at, files in enumerate(self._files()):
-            began, path = time.perf_counter(), Path(self._folder) / f"{version}-{at}.safetensors"
-            values = {p.name: own[p.parameter].detach().view(-1)[p.start : p.stop].view(p.shape).cpu() for p in files}
-            need, free = sum(v.nbytes for v in values.values()), shutil.disk_usage(self._folder).free
-            try:
-                if need + (1 << 16) > free:
-                    raise StorageError(f"{self._folder} needs {need:,} bytes and has {free:,} free; make room, or "
-                                       "give a smaller chunk_bytes or another folder")  # fmt: skip
-                save_file(values, path)
-                wrote = time.perf_counter()
-                info = {"file": path.name, "bytes": path.stat().st_size, "tensors": len(self.pieces)}
-                self.link.control("update", update_info=info)
-            finally:
-                path.unlink(missing_ok=True)
-            size, seconds["wire"] = size + need, seconds["wire"] + wrote - began
-            seconds["load"] += time.perf_counter() - wrote
-        began = time.perf_counter()
-        self.link.control("finish", weight_version=str(version))
-        self._reset()  # after the last tensor: keys of old weights are of no use to anybody
-        seconds["load"] += time.perf_counter() - began
-        return Sent(size, seconds)
-
-    def _reset(self) -> None:
-        if self.link.control("reset").get("success") is not True:
-            raise EngineError("vLLM did not empty its prefix cache: it still holds keys of the old weights")
-
-    def _files(self) -> Iterator[list[Any]]:
-        part, size, width = list[Any](), 0, DTYPES[self.dtype].itemsize
-        for piece in self.pieces:
-            more = (piece.stop - piece.start) * width
-            if part and size + more > self.chunk_bytes:
-                yield part
-                part, size = [], 0
-            part, size = [*part, piece], size + more
-        yield part
-
     def _score(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        replies = self.link.ask([(ids, {**PLAIN, "prompt_logprobs": 0}) for ids in sequences])
-        return [parse_prompt(reply, ids) for reply, ids in zip(replies, sequences)]
+        found = dict[int, Tensor]()
 
-    def _measure(self, version: int | None = None) -> Tensor:
-        """The probe's log-probs as vLLM gives them, and once more for its end, read through the prefix cache."""
-        ids = self._probe
-        (whole,) = self._score([ids])
-        (reply,) = self.link.ask([(ids[:-1], {**PLAIN, "allowed_token_ids": None, "logprobs": -1})])
-        answer, _ = parse(reply, ids[:-1], self.initial, self.link.routes)
-        if version is not None and answer.version.tolist() != [version]:
-            raise EngineError(f"vLLM samples with version {answer.version.tolist()}, not {version}")
-        top = {t["token_id"]: t["logprob"] for t in reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]}
-        return torch.cat((whole, torch.tensor([top[ids[-1]]])))
+        def keep(at: int, reply: dict[str, Any]) -> None:
+            self._read(reply, sequences[at])
+            found[at] = parse_prompt(reply, sequences[at])
 
-    def _prove(self, want: Tensor, before: Tensor | None, now: Tensor) -> None:
-        def gap(a: Tensor, b: Tensor) -> float:
-            return float((a - b).abs().nan_to_num(torch.inf).max())
-
-        want, limit = torch.cat((want, want[-1:])), self.tolerance
-        self.gap = gap(now, want)
-        if self.gap > limit:
-            raise EngineError(
-                f"vLLM does not serve the weights that it was sent: log-probs of the probe differ by {self.gap:.3g}, "
-                f"more than {limit:g} (through its prefix cache by {gap(now[-1:], want[-1:]):.3g})"
-            )
-        if before is None or gap(want, before) <= limit:
-            if self.need_proof:
-                raise EngineError(f"the probe cannot tell the new weights from the old ones to within {limit:g}: "
-                                  "update when they have moved, or set need_proof=False")  # fmt: skip
-            self.unproved += 1
-        elif gap(now, before) <= limit:
-            raise EngineError("vLLM still serves the old weights")
+        self.link.ask([(ids, {**PLAIN, "prompt_logprobs": 0}) for ids in sequences], keep)
+        return [found[at] for at in range(len(sequences))]
 
     # ---- who may ask when ----
 
@@ -326,6 +333,7 @@ class VLLMEngine:
 
     @contextmanager
     def _through(self) -> Iterator[None]:
+        self.attach()
         with self._gate:
             if self._broken or self._paused:
                 raise EngineError(f"the engine cannot sample: {self._broken or 'it is paused; call resume() first'}")
@@ -346,22 +354,47 @@ class VLLMEngine:
         finally:
             self._paused = paused
 
-    def _stop(self, why: str) -> None:
-        self._broken, self._stopped = f"{why}; update the weights again", self._old is not None
-        for what, body in (("update", {"update_info": {"abandon": True}}), ("pause", {"mode": "abort"})):
-            try:
-                self.link.control(what, **body)
-            except EngineError:  # it may be gone, or have no session
-                pass
+    def attach(self) -> None:
+        """At the first contact: ask what state the server is in. Raises EngineError: nobody answers."""
+        if self._attached:
+            return
+        why = ""
+        try:
+            self.link.control("init", init_info={"root": self._folder, "ask": True})
+        except EngineError as error:
+            if TORN not in str(error):
+                raise
+            why = "was left with half an update of its weights"
+        if self.link.control("paused")["is_paused"]:
+            why = why or "is paused"
+        self._attached, self._stopped = True, bool(why)
+        if why:
+            self._broken = f"the vLLM server {self.link.url} {why}; update the weights"
 
-    def _known(self, answer: Answer) -> Answer:
-        if set(answer.version.tolist()) - {self._version}:
+    def _served(self) -> int:
+        """The version that vLLM says it has."""
+        label = self.link.control("version")["weight_version"]
+        return int(label) if label.isdigit() else STARTED
+
+    def _stop(self, why: str) -> None:
+        self._broken, self._stopped = f"{why}; update the weights again", True
+        abandon(self.link)
+        with suppress(EngineError):  # it may be gone
+            self.link.control("pause", mode="abort")
+
+    def _read(self, reply: dict[str, Any], prompt: list[int]) -> tuple[Answer, Tensor | None]:
+        """An answer of the weights that serve, and the experts of its prompt."""
+        initial = STARTED if self._given else self._version
+        answer, before = parse(reply, prompt, initial, self.config, bool(self._routes))
+        if wrong := set(answer.version.tolist()) - {self._version}:
+            found = "those that it was started with" if wrong == {STARTED} else f"version {max(wrong)}"
             self._broken = (
-                f"vLLM sampled with version {answer.version.tolist()[-1]}, not {self._version}: was it started "
+                f"vLLM sampled with other weights ({found}) than version {self._version}: was it started again? "
+                "update the weights"
             )
-            self._broken += "again? update the weights"
             raise EngineError(self._broken)
-        return answer
+        self._routes = before is not None
+        return answer, before
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         for i, p in enumerate(prompts):

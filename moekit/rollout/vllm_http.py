@@ -30,6 +30,7 @@ ROUTES = {
     "init": "/init_weight_transfer_engine", "start": "/start_weight_update", "update": "/update_weights",
     "finish": "/finish_weight_update", "reset": "/reset_prefix_cache", "resume": "/resume", "pause": "/pause",
 }  # fmt: skip
+ASKED = {"version": "/weight_info", "paused": "/is_paused"}
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}
 
 
@@ -40,11 +41,10 @@ class HTTPLink:
         url: as "http://127.0.0.1:8000".
         timeout: seconds that one request may take.
         connections: requests at a time.
-        routes: whether the server was started with `--enable-return-routed-experts`.
     """
 
-    def __init__(self, url: str, *, timeout: float = 120.0, connections: int = 32, routes: bool = False):
-        self.url, self.timeout, self.routes = url.rstrip("/"), timeout, routes
+    def __init__(self, url: str, *, timeout: float = 120.0, connections: int = 32):
+        self.url, self.timeout = url.rstrip("/"), timeout
         self.host, self.mine = urlsplit(self.url).netloc, threading.local()
         self.pool = ThreadPoolExecutor(connections, thread_name_prefix="vllm")
 
@@ -67,7 +67,7 @@ class HTTPLink:
                     connection.close()
                     if attempt or not reused:
                         raise
-            found = json.loads(text) if text else {}
+            found = json.loads(text) if text and status == 200 else {}
         except (OSError, http.client.HTTPException, ValueError) as error:
             connection.close()
             raise EngineError(
@@ -80,25 +80,30 @@ class HTTPLink:
             raise EngineError(f"vLLM answered {path} with {status}: {text[:300]}{hint.get(status, '')}")
         return found
 
-    def ask(self, requests: Sequence[Request], told: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """Replies in order; see `vllm_engine.Link`."""
+    def ask(self, requests: Sequence[Request], done: Callable[[int, dict[str, Any]], None]) -> None:
+        """See `vllm_messages.Link`."""
         bodies = [{"token_ids": ids, "sampling_params": how} for ids, how in requests]
         work = [self.pool.submit(self.call, "POST", "/inference/v1/generate", body) for body in bodies]
+        problem: EngineError | None = None
         try:
-            found = []
-            for one in work:
-                found.append(one.result())
-                if told:
-                    told(len(found))
-            return found
+            for at, one in enumerate(work):
+                try:
+                    if not one.cancelled():
+                        done(at, one.result())
+                except EngineError as error:
+                    problem = problem or error
+                    for other in work:
+                        other.cancel()
         finally:
             for one in work:
                 one.cancel()
+        if problem is not None:
+            raise problem
 
     def control(self, what: str, **body: Any) -> dict[str, Any]:
-        """See `vllm_engine.Link`."""
-        if what == "version":
-            return self.call("GET", "/weight_info")
+        """See `vllm_messages.Link`."""
+        if what in ASKED:
+            return self.call("GET", ASKED[what])
         path = ROUTES[what] + (f"?mode={body.pop('mode')}" if "mode" in body else "")
         return self.call("POST", path, body)
 
@@ -112,12 +117,10 @@ class LocalLink:
     `logprobs_mode="processed_logprobs"` and `skip_tokenizer_init=True`; it generates for one thread at a time."""
 
     def __init__(self, llm: Any):
-        self.llm, self.lock = llm, threading.Lock()
-        model = llm.llm_engine.vllm_config.model_config
-        self.routes = bool(getattr(model, "enable_return_routed_experts", False))
+        self.llm, self.lock, self.url = llm, threading.Lock(), "of this process"
 
-    def ask(self, requests: Sequence[Request], told: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """Replies in order, shaped as those of the token endpoint."""
+    def ask(self, requests: Sequence[Request], done: Callable[[int, dict[str, Any]], None]) -> None:
+        """See `vllm_messages.Link`; replies are shaped as those of the token endpoint."""
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
         prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
@@ -126,9 +129,8 @@ class LocalLink:
                 found = self.llm.generate(prompts, [SamplingParams(**how) for _, how in requests], use_tqdm=False)
         except Exception as error:
             raise EngineError(f"vLLM failed: {error}") from error
-        if told:
-            told(len(found))
-        return [self._reply(one) for one in found]
+        for at, one in enumerate(found):
+            done(at, self._reply(one))
 
     def _reply(self, found: Any) -> dict[str, Any]:
         (out,) = found.outputs
@@ -143,9 +145,9 @@ class LocalLink:
         return {"choices": [choice], "prompt_logprobs": found.prompt_logprobs}
 
     def control(self, what: str, **body: Any) -> dict[str, Any]:
-        """See `vllm_engine.Link`; nothing runs between calls, so there is nothing to pause."""
-        if what in ("pause", "resume"):
-            return {}
+        """See `vllm_messages.Link`; nothing runs between calls, so there is nothing to pause."""
+        if what in ("pause", "resume", "paused"):
+            return {"is_paused": False}
         llm, request = self.llm, dict(body)
         calls: dict[str, Callable[[], Any]] = {
             "init": lambda: llm.init_weight_transfer_engine(request), "start": llm.start_weight_update,

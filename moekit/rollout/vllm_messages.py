@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import ModelConfig
 from ..errors import CapabilityError, EngineError
 from .engine import Answer, Finish, Sampling
 
@@ -25,14 +26,15 @@ PLAIN = {"temperature": 1.0, "max_tokens": 1, "seed": 0, "logprobs": 0, "ignore_
 class Link(Protocol):
     """How vLLM is reached. Errors of any kind come as EngineError."""
 
-    routes: bool  # whether this build, started like this, tells the routed experts
+    url: str  # or what stands for it in messages
 
-    def ask(self, requests: Sequence[Request], told: Callable[[int], None] | None = None) -> list[dict[str, Any]]:
-        """Replies in order, as the token endpoint shapes them; `told(done)` after each."""
-        ...
+    def ask(self, requests: Sequence[Request], done: Callable[[int, dict[str, Any]], None]) -> None:
+        """Hand each reply, as the token endpoint shapes it, to `done(number of the request, reply)`, in order. After an
+        error no more is asked, what was on its way is still handed over, and then it is raised."""
 
     def control(self, what: str, **body: Any) -> dict[str, Any]:
-        """pause(mode), resume, init(init_info), start, update(update_info), finish(weight_version), reset, version."""
+        """pause(mode), resume, init(init_info), start, update(update_info), finish(weight_version), reset, version,
+        paused."""
         ...
 
     def close(self) -> None:
@@ -53,10 +55,36 @@ def parameters(sampling: Sampling, key: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parse(reply: Mapping[str, Any], prompt: Sequence[int], initial: int, routes: bool) -> tuple[Answer, Tensor | None]:
+def routed(found: str | np.ndarray, rows: int, config: ModelConfig) -> Tensor:
+    """[rows, L, K] int16: the experts that vLLM says it chose.
+
+    Over HTTP they are an .npy in base64, in process an array: uint8, uint16 or int32, [rows, layers, K], with the
+    layers that do not route, whose numbers mean nothing.
+
+    Raises EngineError: another shape, or experts that the model does not have.
+    """
+    packed = np.load(io.BytesIO(base64.b64decode(found)), allow_pickle=False) if isinstance(found, str) else found
+    if packed.shape != (rows, config.layers, config.top_k):
+        want = f"{rows} tokens were read, by {config.layers} layers and top_k={config.top_k}"
+        raise EngineError(f"vLLM gave routes of shape {packed.shape} where {want}")
+    chosen = torch.from_numpy(packed[:, list(config.moe_layers)].astype(np.int64))
+    if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < config.experts:
+        raise EngineError(f"vLLM chose expert {int(chosen.max())} of a model of {config.experts}")
+    return chosen.to(torch.int16)
+
+
+def parse(
+    reply: Mapping[str, Any], prompt: Sequence[int], initial: int, config: ModelConfig | None = None,
+    routes: bool = False,
+) -> tuple[Answer, Tensor | None]:  # fmt: skip
     """An answer from a reply of the token endpoint, and the experts [P, L, K] of its prompt.
 
-    Raises EngineError: log-probs, weight version or promised routes are missing, or do not fit the tokens.
+    Args:
+        initial: stands for the weights that vLLM was started with, which have no number.
+        config: of the model; None = its experts are not read.
+        routes: the reply must have them, as others had.
+
+    Raises EngineError: log-probs, weight version or routes are missing, or do not fit the tokens.
     """
     try:
         (choice,) = reply["choices"]
@@ -66,19 +94,19 @@ def parse(reply: Mapping[str, Any], prompt: Sequence[int], initial: int, routes:
         finish, spans = choice["finish_reason"], choice["weight_versions"]
         if finish not in FINISH:
             raise EngineError(f"vLLM ended an answer with finish_reason={finish!r}")
-        version = torch.full((len(ids),), -1)
+        version, said = torch.zeros(len(ids), dtype=torch.int64), torch.zeros(len(ids), dtype=torch.bool)
         for span in spans or []:
             version[span["start"] : span["end"]] = initial if span["version"] == "default" else int(span["version"])
-        if (version < 0).any():
+            said[span["start"] : span["end"]] = True
+        if not said.all():
             raise EngineError(f"vLLM does not say which weights sampled each token (weight_versions={spans}); "
                               "it has to be 0.32 or newer")  # fmt: skip
         experts = before = None
-        if routes:
-            packed = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
-            whole, P = torch.from_numpy(packed.astype(np.int16)), len(prompt)
-            if len(whole) != P + len(ids) - 1:
-                raise EngineError(f"vLLM gave routes of {len(whole)} tokens where {P + len(ids) - 1} were read")
+        if config is not None and (found := choice.get("routed_experts")) is not None:
+            whole, P = routed(found, len(prompt) + len(ids) - 1, config), len(prompt)
             before, experts = whole[:P], torch.cat((whole[P:], torch.full_like(whole[:1], -1)))
+        elif routes:
+            raise EngineError("vLLM gave no routed_experts with this answer, and did with others")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"vLLM's reply is not that of its token endpoint: {error!r} in {str(reply)[:200]}") from error
     logprobs = torch.tensor([c["logprob"] for c in content], dtype=torch.float32)

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 
 BACKEND = "moekit_files"
+TORN = "an update of the weights was not finished"  # what `ask` is answered with
 
 
 def inside(root: str, file: str) -> str:
@@ -62,6 +63,7 @@ def _backend() -> type:
     @dataclass
     class Root(WeightTransferInitInfo):
         root: str = ""
+        ask: bool = False  # whether the weights are whole; changes nothing
 
     @dataclass
     class File(WeightTransferUpdateInfo):
@@ -73,9 +75,13 @@ def _backend() -> type:
     class FileTransfer(WeightTransferEngine):
         init_info_cls, update_info_cls = Root, File
         supports_draft_weight_update = False
-        root = ""
+        root, torn = "", False
 
         def init_transfer_engine(self, init_info: Root) -> None:
+            if init_info.ask:
+                if self.torn:
+                    raise ValueError(TORN)
+                return
             if not os.path.isabs(init_info.root) or not os.path.isdir(init_info.root):
                 raise ValueError(f"root={init_info.root!r} is not an absolute path of a folder")
             self.root = init_info.root
@@ -83,7 +89,7 @@ def _backend() -> type:
         def start_weight_update(self) -> None:
             if not self.root:
                 raise ValueError("init_weight_transfer_engine was not called: no folder to read weights from")
-            self.wanted, self.names = 0, set[str]()
+            self.wanted, self.names, self.torn = 0, set[str](), True
             initialize_layerwise_reload(self.model)
 
         def update_weights(self, update_info: dict) -> None:
@@ -111,6 +117,7 @@ def _backend() -> type:
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu":
                 repack_experts(self.model)
+            self.torn = False
 
         def shutdown(self) -> None:
             self.root = ""
