@@ -2,9 +2,9 @@
 
 A control sits in the metadata of its notebook (`moekit.controls`). It names what it `shows` (the bold words of one or
 more lines), says in words what is `off`, and how: other values of parameters (`set`), or an `edit` of cells, old
-text -> new text. The cells `again`, by their names, run once more with it, in a kernel that has run the notebook as
-nbmake does, and each assertion that `fails` quotes must now fail. Some lines need the sizes that a reader gets; those
-are `held_by` a test that has a control of its own.
+text -> new text. The cells `again`, by their names, run once more with it, in a kernel that has run what they need
+as nbmake does, and each assertion that `fails` quotes must now fail. Some lines need the sizes that a reader gets:
+`held_by` names the test that has them, and a control of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from symtable import symtable
 from typing import Any
 
 import nbformat
@@ -88,23 +89,63 @@ def test_everything_shown_has_a_control(path: Path) -> None:
             assert any(bare(words) in check for check in stated), f"no assertion says {words!r}"
 
 
+def names_of(source: str, fixed: set[str]) -> tuple[set[str], set[str]]:
+    """What a cell binds or changes in place (but for what is `fixed`, as modules are), and what it uses."""
+    cell = symtable(source, "cell", "exec")
+    binds = {s.get_name() for s in cell.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    uses = {s.get_name() for s in cell.get_symbols() if s.is_referenced()}
+    tables = cell.get_children()
+    while tables:
+        table = tables.pop()
+        uses |= {s.get_name() for s in table.get_symbols() if s.is_global()}
+        tables += table.get_children()
+    for node in ast.walk(ast.parse(source)):  # x[i] = ..., x.name = ..., x.method()
+        inner = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else node
+        if inner is node and not isinstance(getattr(node, "ctx", None), ast.Store):
+            continue
+        if isinstance(inner, ast.Attribute | ast.Subscript):
+            while isinstance(inner, ast.Attribute | ast.Subscript):
+                inner = inner.value
+            binds |= {inner.id} - fixed if isinstance(inner, ast.Name) else set()
+    loops = [node.target for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For)]
+    return binds, uses - {name.id for loop in loops for name in ast.walk(loop) if isinstance(name, ast.Name)}
+
+
+def needed(control: dict[str, Any], cells: dict[str, tuple[str, str]]) -> set[str]:
+    """The cells that must have run before those of a control."""
+    code = "\n".join(source for source, _ in cells.values())
+    fixed = {s.get_name() for s in symtable(code, "all", "exec").get_symbols() if s.is_imported()}
+    found = {name: names_of(f"{source}\n{check}", fixed) for name, (source, check) in cells.items()}
+    wanted, there = set[str](), set[str]()
+    for name in control["again"]:
+        binds, uses = found[name]
+        wanted |= uses - there
+        there |= binds
+    order, keep = list(cells), set[str]()
+    for name in reversed(order[: max(map(order.index, control["again"]))]):
+        binds, uses = found[name]
+        if name not in control["again"] and binds & wanted:
+            keep.add(name)
+            wanted |= uses
+    return keep
+
+
 def run(path: Path, folder: Path) -> list[str]:
-    """Runs a notebook and then its controls, in one kernel; all assertions that failed under some control."""
+    """Runs what a notebook's controls need of it, then the controls, in one kernel; the assertions that failed."""
     from nbclient import NotebookClient
 
     notebook, controls, cells = read(path)
     controls = [control for control in controls if "again" in control]
     folder.mkdir()
-    last = max(list(cells).index(cell) for control in controls for cell in control["again"])
-    base = [c for c in notebook.cells if c.cell_type == "code"][: last + 1]
-    for c, (_, check) in zip(base, cells.values()):
+    keep, base = set().union(*(needed(control, cells) for control in controls)), []
+    for c, (name, (source, check)) in zip((c for c in notebook.cells if c.cell_type == "code"), cells.items()):
         mock = [f"{name} = {value!r}" for name, value in c.metadata.get("nbmake", {}).get("mock", {}).items()]
-        c.source = "\n".join([c.source, *mock, check])
+        base += ["\n".join([source, *mock, check])] if name in keep else []
     tools = "\n\n".join(["import ast, json, re\nfrom typing import Any", *map(inspect.getsource, (bare, switched_off))])
-    extra = [f"{tools}\n_cells, _failed = {cells!r}, []"]
-    extra += [f"_failed += switched_off({control!r}, _cells, globals())" for control in controls]
-    extra += ["open('failed.json', 'w').write(json.dumps(_failed))"]
-    notebook.cells = [*base, *map(nbformat.v4.new_code_cell, extra)]
+    base += [f"{tools}\n_cells, _failed = {cells!r}, []"]
+    base += [f"_failed += switched_off({control!r}, _cells, globals())" for control in controls]
+    base += ["open('failed.json', 'w').write(json.dumps(_failed))"]
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in base]
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
     return json.loads((folder / "failed.json").read_text())
 
