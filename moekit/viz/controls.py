@@ -1,6 +1,7 @@
 """The widgets of a dashboard: a box of state, buttons, figures, sliders and a log, set from any thread."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from itertools import zip_longest
 from typing import Any
 
@@ -21,6 +22,9 @@ class Controls:
 
     def __init__(self, runs: Sequence[str], act: Callable[[str], None], changed: Callable[[], None]):
         w = need("ipywidgets", "a dashboard's page")
+        # A figure that tells the page of itself when it is whole: a page may draw at once what it is told first.
+        self._base = need("plotly.graph_objects", "a dashboard's page").FigureWidget
+        self._figure = type("FigureWidget", (self._base,), {"open": lambda _: None})
         self.figures: dict[str, Any] = {}
         self.follows = True  # whether the step slider follows the last step
         self._own = 0  # where the program put the step slider
@@ -93,9 +97,11 @@ class Controls:
         notes = [note | {"visible": True} for note in layout.get("annotations", ())]
         layout["annotations"] = notes + [NO_NOTE] * (NOTES - len(notes))
         if name not in self.figures:
-            widget = need("plotly.graph_objects", "a dashboard's page").FigureWidget(now)
+            widget = self._figure(now)
             widget.update_layout(**layout, width=None, autosize=True)
             widget._config = widget._config | {"displayModeBar": False}
+            widget._widget_layout = deepcopy(widget._layout)
+            self._base.open(widget)
             self.figures[name], self._slots[name].children = widget, (widget,)
             return
         shown = self.figures[name]
