@@ -221,6 +221,7 @@ class Sweep:
         import pandas as pd
 
         jobs, states, told = self.jobs, self.states, {}
+        row, asked = dict[str, Any](), dict[str, Any]()
         for n, asked in self.asked.items():
             why, folder = (jobs[n].reason, str(jobs[n].folder)) if n in jobs else ("", "")
             row = {**asked["parameters"], "state": states[n], "why": self.refused.get(n, why)}
