@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def main() -> None:
         _rank(Path(folder), os.environ["RANK"])
     from ipyparallel.controller.app import IPController
 
+    os.register_at_fork(after_in_child=lambda: processes.die_with_parent(os.getppid()))  # its heart monitor
     # Ranks count as there once their hearts beat; later the guard watches them, and hearts may stand still (a suspended
     # laptop). The database would keep all that was ever sent.
     hearts = ["--HeartMonitor.period=200", "--HeartMonitor.max_heartmonitor_misses=1000000000"]
@@ -48,10 +50,12 @@ def _guard(folder: Path, ranks: int, notebook: int, start: str) -> None:
     processes.adopt_orphans()
     try:
         asyncio.run(_keep(folder, ranks, notebook, start))
-    finally:
-        processes.kill_descendants()
+    except Exception:  # noqa: BLE001  told, whatever it is
+        traceback.print_exc()
+    processes.kill_descendants()
+    if not processes.is_alive(notebook, start):
         shutil.rmtree(folder, ignore_errors=True)
-        processes.leave(0)
+    processes.leave(0)
 
 
 async def _keep(folder: Path, ranks: int, notebook: int, start: str) -> None:

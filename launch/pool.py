@@ -1,10 +1,10 @@
 """`workers`: ranks that stay, for stepping through ideas: define, step, edit, step again, look at any rank's tensors.
 
->>> pool = workers(2)                                                      # doctest: +SKIP
->>> pool.run(make_learner, config)  # in it: `global learner`              # doctest: +SKIP
->>> pool.put("batch", batch)                                               # doctest: +SKIP
->>> pool.run(lambda: learner.step(batch, SFT()))                           # doctest: +SKIP
->>> pool.get("learner.model.layers[0].moe.router.weight", rank=1)          # doctest: +SKIP
+>>> pool = workers(2)                                           # doctest: +SKIP
+>>> pool(make_learner, config)  # in it: `global learner`       # doctest: +SKIP
+>>> pool.put("batch", batch)                                    # doctest: +SKIP
+>>> pool(lambda: learner.step([batch], record=True))            # doctest: +SKIP
+>>> pool.get("learner.routes[0]", rank=1)  # experts by layer   # doctest: +SKIP
 
 Names stay on the ranks: what a function assigns with `global`, what a ``%%px`` cell assigns, what `Pool.put` puts. What
 a function uses of the notebook travels with it, as it is now; names that the notebook does not have are the rank's. A
@@ -41,7 +41,7 @@ from .submit import _check, _is_count, _name_of, _pack
 from .worker import COLLECTIVE
 
 _START_S = 120.0
-_GRACE_S = 3.0  # for the other ranks after the first error, until they are interrupted; and after that, to answer
+_GRACE_S = 2.0  # for the other ranks after the first error, until they are interrupted; and after that, to answer
 _LINES, _WIDTH, _CHUNK = 200, 2000, 1 << 16  # of a rank's output in one call
 _ANEW = "pool.restart() starts it anew, without the names that its ranks had"
 
@@ -157,7 +157,7 @@ class Pool:
             timeout: seconds after which the ranks are interrupted. A keyword `timeout` of `fn` has to be bound with
                 functools.partial.
         Raises:
-            JobError: a rank failed (`rank`, `traceback`). The others get 3 s and are then interrupted; those that this
+            JobError: a rank failed (`rank`, `traceback`). The others get 2 s and are then interrupted; those that this
                 does not reach either, for they wait in a collective, are named, and the pool needs `restart`.
                 Or a rank has died.
             TimeoutError: it took longer than `timeout`.
@@ -193,27 +193,27 @@ class Pool:
             try:
                 wait([parts[rank] for rank in pending], 0.05, FIRST_COMPLETED)
                 self._show()
+                for rank in (done := [rank for rank in pending if parts[rank].done()]):
+                    good, answer = _answer(parts[rank])
+                    (answers if good else failed)[rank] = answer
+                if not done:
+                    self._check_alive()
+                if failed and not interrupted:
+                    end = min(end, time.monotonic() + _GRACE_S)
+                if done or time.monotonic() < end:
+                    continue
+                if interrupted or not self.pids:
+                    break
+                interrupted, end = pending, time.monotonic() + _GRACE_S
+                for rank in interrupted:
+                    os.kill(self.pids[rank], signal.SIGINT)
+                told = told or TimeoutError(f"the call took longer than {limit} s")
             except KeyboardInterrupt as error:
                 told, end = error, 0.0
-            for rank in (done := [rank for rank in pending if parts[rank].done()]):
-                good, answer = _answer(parts[rank])
-                (answers if good else failed)[rank] = answer
-            if not done:
-                self._check_alive()
-            if failed and not interrupted:
-                end = min(end, time.monotonic() + _GRACE_S)
-            if done or time.monotonic() < end:
-                continue
-            if interrupted or not self.pids:
-                break
-            interrupted, end = pending, time.monotonic() + _GRACE_S
-            for rank in interrupted:
-                os.kill(self.pids[rank], signal.SIGINT)
-            told = told or TimeoutError(f"the call took longer than {limit} s")
         self._show(last=True)
         self._stuck = {rank: parts[rank] for rank in pending}
         note = f"{_ranks(interrupted)} had not ended and got an interrupt; the pool goes on" if interrupted else ""
-        note = self._where(pending) if pending else note
+        note = self._where(pending) if pending and self.pids else note
         if own := {rank: error for rank, error in failed.items() if rank not in interrupted}:
             rank, error = min(own.items(), key=lambda item: (item[1]["knock_on"], item[1]["time"]))
             message = f"rank {rank}: {error['type']}: {error['message']}\n\n{error['traceback']}\n{note}"
@@ -227,7 +227,8 @@ class Pool:
     def _check_alive(self, idle: bool = False) -> None:
         """Raises JobError: the pool has ended, a rank has died, or (`idle`) ranks are still in an earlier call."""
         if self._guard.poll() is not None:
-            raise JobError(f"the pool's processes have ended: it was closed, or process {self._guard.pid} was; {_ANEW}")
+            log = self.logs("guard", 15)
+            raise JobError(f"the pool was closed, or process {self._guard.pid}, which keeps it, ended; {_ANEW}\n{log}")
         for rank in range(self.nproc):
             if ended := read_json(self.folder / "ranks" / f"exit_{rank}.json"):
                 how = death_notice(rank, ended["exit_code"], 0.0)["message"]
