@@ -31,10 +31,11 @@ from .unit_costs import UnitCosts, predict
 if TYPE_CHECKING:
     import pandas as pd
 
-PARTS = (*STATE, "activations", "dispatch", "reference", *(f"critic/{k}" for k in (*STATE, "activations", "dispatch")),
+WORK = ("activations", "recomputed", "dispatch")
+PARTS = (*STATE, *WORK, "reference", *(f"critic/{k}" for k in (*STATE, *WORK)),
          "serving", "transfer", "kv_cache", "prompts")  # fmt: skip
 WORKING = {  # phase -> what is there besides what stays all the time
-    "train": ("activations", "dispatch"), "critic": ("critic/activations", "critic/dispatch"),
+    "train": WORK, "critic": tuple(f"critic/{k}" for k in WORK),
     "score": ("dispatch",), "rollout": ("kv_cache", "prompts"), "transfer": ("transfer",),
 }  # fmt: skip
 CONVENTION = """\
@@ -333,7 +334,8 @@ def _option(
         found = plan_bytes.rank_bytes(shape, critic, step, learner, own, world, rank, device)
         if sum(found.values()) > sum(held.values()):
             held = found
-    held |= plan_bytes.engine_bytes(shape, step, learner, world, device)
+    engines = [plan_bytes.engine_bytes(shape, step, learner, world, rank, device) for rank in range(world)]
+    held |= max(engines, key=lambda e: sum(e.values()))
     held = {k: held[k] for k in PARTS if held.get(k)}
     phases = {
         p: sum(held[k] for k in _alive(p, held))

@@ -97,14 +97,15 @@ def learner_bytes(
     out |= {"gradients": found["gradients_peak"], "mxfp8": found["caches"]}
     out["parameters"] += bias_bytes(shape, config, pp_rank)
     runs, plain = part_of(config, shape, pp_rank).stages, _plain(config, zero=2, reduce="step")
-    most = 0
+    most = again = 0
     for rank in {tuple(rank) for ranks in updates for rank in ranks}:
         flying = layouts.in_flight(config, pp_rank, len(rank))
         kept = {m: [_kept(shape, m, dtype, plain, run, device) for run in runs] for m in set(rank)}
         each = [sum(total for total, _ in kept[m]) // len(runs) for m in rank]
         windows = [sum(each[at : at + flying]) for at in range(max(1, len(each) - flying + 1))]
-        most = max(most, max(windows, default=0) + max((a for k in kept.values() for _, a in k), default=0))
-    return out | {"activations": most, "dispatch": exchange(shape, config, updates, dtype, device)}
+        most = max(most, max(windows, default=0))
+        again = max(again, max((a for k in kept.values() for _, a in k), default=0))
+    return out | {"activations": most, "recomputed": again, "dispatch": exchange(shape, config, updates, dtype, device)}
 
 
 def exchange(shape: ModelConfig, config: LearnerConfig, updates: list[Ranks], dtype: torch.dtype, device: str) -> int:
@@ -137,9 +138,9 @@ def rank_bytes(
     return out
 
 
-def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: int, device: str) -> dict[str, int]:
-    """The engine of the rank with most to sample: its weights, what a transfer takes besides, keys and values, and
-    those of prompts that wait. An engine on the learner's own weights needs none, vLLM's are on its server.
+def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: int, rank: int, device: str):
+    """A rank's engine: its weights, what a transfer takes besides, keys and values, and those of prompts that wait. An
+    engine on the learner's own weights needs none, vLLM's are on its server.
 
     transfer: a staging copy ("atomic"; a CPU keeps it), the ring of an engine in a process of its own, two chunks
     where weights are cast, and on a CPU the copy that starts such an engine again.
@@ -147,29 +148,32 @@ def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: 
     c = step.config
     if not isinstance(c, RLConfig) or c.engine == "vllm":
         return {}
-    kind = DTYPES[c.rollout_dtype or c.dtype]
-    out, whole = {"serving": 0, "transfer": 0}, model_bytes(shape, LearnerConfig(), 0, kind)
+    kind, mine, out = DTYPES[c.rollout_dtype or c.dtype], step.mine(rank, world), {"serving": 0, "transfer": 0}
     if not shares(c, learner):
-        spread = learner.pp > 1 or learner.ep > 1
-        kept = c.engine == "process" and device == "cpu" and (c.staleness > 0 or spread)
-        out["serving"] = whole
+        out["serving"] = whole = served_bytes(c, shape)
+        kept = c.engine == "process" and device == "cpu" and (c.staleness > 0 or learner.pp * learner.ep > 1)
+        casts = c.rollout_dtype not in (None, c.dtype)
         out["transfer"] = whole * ((c.update_mode == "atomic") + kept)
-        out["transfer"] += CHUNK * (4 * (c.engine == "process") + 2 * (c.rollout_dtype not in (None, c.dtype)))
-    cache = ahead = 0
-    for rank in range(min(world, len(step.lengths))):
-        mine = step.mine(rank, world)
+        out["transfer"] += CHUNK * (4 * (c.engine == "process") + 2 * casts)
+    if mine:
         slots, room = min(c.slots, sum(len(a) for _, a in mine)), max(p for p, _ in mine) + c.max_new_tokens
-        cache = max(cache, sizes.kv_cache_bytes(shape, slots, room, kind))
-        read = 0
+        reads = [0]
         for p, _ in mine:
-            read = read + p if read and read + p <= AHEAD else p
-            ahead = max(ahead, read)
-    return out | {"kv_cache": cache, "prompts": sizes.kv_cache_bytes(shape, 1, ahead, kind)}
+            reads.append(reads[-1] + p if reads[-1] and reads[-1] + p <= AHEAD else p)
+        out["kv_cache"] = sizes.kv_cache_bytes(shape, slots, room, kind)
+        out["prompts"] = sizes.kv_cache_bytes(shape, 1, max(reads), kind)
+    return out
+
+
+def served_bytes(config: RLConfig, shape: ModelConfig) -> int:
+    """Weights of one engine: of the whole model, or of the slice of its experts that a rank serves."""
+    served = LearnerConfig(ep=getattr(config, "serve_ep", None) or 1)
+    return model_bytes(shape, served, 0, DTYPES[config.rollout_dtype or config.dtype])
 
 
 def shares(config: RLConfig, learner: LearnerConfig) -> bool:
     """Whether the engine stands on the learner's own weights (`placement.engine_of`)."""
-    same = config.rollout_dtype in (None, config.dtype)
+    same = config.rollout_dtype in (None, config.dtype) and (getattr(config, "serve_ep", None) or 1) == 1
     return config.engine == "embedded" and same and learner.pp == learner.ep == 1
 
 
@@ -223,8 +227,8 @@ def wire(
         most = max(most, out, key=lambda w: sum(w.values()) if w else -1.0)
     c = step.config
     if isinstance(c, RLConfig):
-        kind, whole = DTYPES[c.rollout_dtype or c.dtype], LearnerConfig()
+        kind = DTYPES[c.rollout_dtype or c.dtype]
         have = [model_bytes(shape, learner, pp_rank, kind) for pp_rank in range(learner.pp)]
-        each = [model_bytes(shape, whole, 0, kind) - n for n in have]
+        each = [max(0, served_bytes(c, shape) - n) for n in have]
         most["transfer"] = each[0] / world if c.engine == "vllm" else sum(each) / learner.pp
     return most | {"total": sum(most.values())}
