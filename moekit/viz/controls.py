@@ -1,6 +1,8 @@
 """The widgets of a dashboard: a box of state, buttons, figures, sliders and a log, set from any thread."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import zip_longest
 from typing import Any
@@ -27,7 +29,7 @@ class Controls:
         self._figure = type("FigureWidget", (self._base,), {"open": lambda _: None})
         self.figures: dict[str, Any] = {}
         self.follows = True  # whether the step slider follows the last step
-        self._own = 0  # where the program put the step slider
+        self._setting = 0  # the thread that sets widgets: what it changes, nobody has chosen
         wide, look = {"width": "100%"}, {"style": {"description_width": "initial"}}
         choose = lambda options, **how: w.Dropdown(options=options, layout={"width": "auto"}, **look, **how)
         button = lambda name: w.Button(description=name, disabled=True, layout={"width": "84px"})
@@ -55,22 +57,28 @@ class Controls:
             at[name].observe(lambda change, name=name: self._chosen(name, change["new"], changed), names="value")
 
     def _chosen(self, name: str, value: Any, changed: Callable[[], None]) -> None:
-        if name == "step":
-            if value == self._own:
-                return
-            self.follows = value == self.widgets["step"].max
-        changed()
+        if self._setting != threading.get_ident():
+            if name == "step":
+                self.follows = value == self.widgets["step"].max
+            changed()
 
     def value(self, name: str) -> Any:
         """What is chosen now."""
         return self.widgets[name].value
 
+    @contextmanager
+    def setting(self) -> Iterator[None]:
+        """What is set inside is not taken for a choice."""
+        self._setting = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._setting = 0
+
     def say(self, name: str, **traits: Any) -> None:
-        """Set traits of a widget, in one message, those that are others than before."""
-        widget = self.widgets[name]
-        with widget.hold_sync():
-            for trait, value in traits.items():
-                setattr(widget, trait, value)
+        """Set traits of a widget; those that are as before cost no message."""
+        for trait, value in traits.items():
+            setattr(self.widgets[name], trait, value)
 
     def options(self, name: str, options: Sequence[Any]) -> None:
         """What there is to choose from; the choice stays where it is still there."""
@@ -84,12 +92,9 @@ class Controls:
     def steps(self, first: int, last: int) -> None:
         """The range of the step slider, which follows its end until it is moved away from there."""
         slider = self.widgets["step"]
-        to = last if self.follows else min(max(slider.value, first), last)
-        self._own = to
-        with slider.hold_sync():
-            slider.min, slider.max = min(first, slider.max), max(last, slider.min)
-            slider.value = to
-            slider.min, slider.max = first, last
+        slider.min, slider.max = min(first, slider.max), max(last, slider.min)
+        slider.value = last if self.follows else min(max(slider.value, first), last)
+        slider.min, slider.max = first, last
 
     def draw(self, name: str, now: Figure) -> None:
         """Show a figure: what differs from the one before, in one message; axes stay as the reader has turned them."""

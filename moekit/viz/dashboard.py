@@ -17,6 +17,7 @@ import base64
 import io
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,10 @@ class Dashboard(Following):
     # Looking
 
     def _look(self, last: bool) -> bool:
+        with self._page.setting() if self._page else nullcontext():
+            return self._show(last)
+
+    def _show(self, last: bool) -> bool:
         states = [source.state for source in self.sources]  # before reading: what came before an end is then read
         for source in self.sources:
             source.read()

@@ -24,9 +24,10 @@ class Following(ABC):
     What a look raises ends the following; `wait` raises it."""
 
     def __init__(self, name: str, interval: float):
-        self.interval, self.error = max(interval, FASTEST_S), None
+        self.interval = max(interval, FASTEST_S)
         self._name, self._over = f"following {name}", False
-        self._closed, self._nudged, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._closed, self._nudged = threading.Event(), threading.Event()
+        self._lock, self._looking = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self.error: Exception | None = None
 
@@ -45,7 +46,8 @@ class Following(ABC):
 
     def start(self) -> None:
         """The first look, in the caller; then the thread, if there is more to see."""
-        self._over = self._look(False)
+        with self._looking:
+            self._over = self._look(False)
         if not self._over:
             self._nudge()
 
@@ -77,13 +79,13 @@ class Following(ABC):
         while True:
             self._nudged.wait(self.interval - FASTEST_S)
             self._nudged.clear()
-            try:
-                self._over = self._look(self._closed.is_set())
+            with self._looking:
+                try:
+                    self._over = self._look(self._closed.is_set())
+                except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: kept for wait(), and shown
+                    self.error, self._over = error, True
                 if self._over:
                     self._ended()
-            except Exception as error:  # noqa: BLE001  a thread has nobody to raise to: kept for wait(), and shown
-                self.error, self._over = error, True
-                self._ended()
             with self._lock:
                 if self._over and not self._nudged.is_set():
                     self._thread = None
