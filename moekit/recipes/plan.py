@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import LearnerConfig, ModelConfig, Recompute, RunConfig
+from ..config import LearnerConfig, ModelConfig, Recompute, RunConfig, _need
 from ..errors import ConfigError
 from ..learner import layouts
 from ..learner.mesh import check_layout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WORK = ("activations", "recomputed", "dispatch")
 PARTS = (*STATE, *WORK, "reference", *(f"critic/{k}" for k in (*STATE, *WORK)),
-         "serving", "transfer", "kv_cache", "prompts")  # fmt: skip
+         "serving", "staging", "transfer", "kv_cache", "prompts")  # fmt: skip
 WORKING = {  # phase -> what is there besides what stays all the time
     "train": WORK, "critic": tuple(f"critic/{k}" for k in WORK),
     "score": ("dispatch",), "rollout": ("kv_cache", "prompts"), "transfer": ("transfer",),
@@ -122,45 +122,33 @@ def plan(
     """
     shape = model_shape(model) if isinstance(model, str) else model
     name = model if isinstance(model, str) else f"a model of {number(parameter_counts(model)['total'])} parameters"
-    if memory is not None and not memory > 0:
-        raise ConfigError(f"memory={memory} must be above 0 bytes of a rank (80 GB are 80e9)")
+    _need(memory is None or memory > 0, f"memory={memory} must be above 0 bytes of a rank (80 GB are 80e9)")
     costs = UnitCosts.load(costs) if isinstance(costs, (str, Path)) else costs
     device = device or (costs.device if costs else "cuda")
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r} is not 'cpu' or 'cuda'")
+    _need(device in ("cpu", "cuda"), f"device={device!r} is not 'cpu' or 'cuda'")
     step = Step.of(workload, lengths)
     if isinstance(workload, RewardConfig):
         shape = replace(shape, value_head=True, tied_head=False)
-    if workload.row_length > shape.max_positions:
-        raise ConfigError(
-            f"rows of length={workload.row_length} are longer than the model's {shape.max_positions} positions"
-        )
+    T, most = workload.row_length, shape.max_positions
+    _need(T <= most, f"rows of length={T} are longer than the model's {most} positions; make them shorter")
     if workload.learner.precision == "mxfp8":
         check_shape(shape)
     legal = layouts.legal_layouts(shape, world)
     some = [x for x in legal if (ep is None or x.ep in ep) and (pp is None or x.pp in pp)]
     out, refused = list[Option](), list[ConfigError]()
-    for x in some:
-        for z in zero if x.dp > 1 else zero[-1:]:
-            for r in recompute:
-                try:
-                    out.append(_option(shape, step, x, z, r, world, memory, costs, device))
-                except ConfigError as error:
-                    refused.append(error)
+    tried = [(x, z, r) for x in some for z in (zero if x.dp > 1 else zero[-1:]) for r in recompute]
+    for x, z, r in tried:
+        try:
+            out.append(_option(shape, step, x, z, r, world, memory, costs, device))
+        except ConfigError as error:
+            refused.append(error)
     if not out:
-        tried = f"ep={ep}, pp={pp}, zero={zero}, recompute={recompute}"
+        asked = f"ep={ep}, pp={pp}, zero={zero}, recompute={recompute}"
         why = str(refused[0]) if refused else "legal are (dp, ep, pp) = " + ", ".join(str(tuple(x)) for x in legal)
-        raise ConfigError(f"no layout of {world} ranks with {tried} can be planned: {why}")
+        raise ConfigError(f"no layout of {world} ranks with {asked} can be planned: {why}")
     out.sort(key=lambda o: (not o.fits, *_order(o)))
-    how = {
-        "lengths": lengths,
-        "ep": ep,
-        "pp": pp,
-        "zero": zero,
-        "recompute": recompute,
-        "costs": costs,
-        "device": device,
-    }
+    how = {"lengths": lengths, "ep": ep, "pp": pp, "zero": zero, "recompute": recompute, "costs": costs,
+           "device": device}  # fmt: skip
     return Plan(name, shape, step, world, memory, tuple(out), how)
 
 
@@ -230,38 +218,32 @@ class Plan:
         """Which layout to take, or that none fits, by how much, and what would help."""
         if (best := self.best) is not None:
             limit = "" if self.memory is None else f" of {_gb(self.memory)}"
-            least = (
-                f"{best.seconds['total']:.3g} s a step" if best.seconds else f"{_gb(best.wire['total'])} sent by a rank"
-            )
-            floor = " (a floor, from peak figures)" if best.seconds and self.how["costs"].floor else ""
+            least = f"{_gb(best.wire['total'])} sent by a rank"
+            if best.seconds:
+                floor = " (a floor, from peak figures)" * self.how["costs"].floor
+                least = f"{best.seconds['total']:.3g} s a step{floor}"
             of = f"{len(self.fitting)} of {len(self.options)} fit"
-            return f"{best.name}: {_gb(best.total)}{limit} a rank in its {best.peak} phase, {least}{floor}; {of}"
+            return f"{best.name}: {_gb(best.total)}{limit} a rank in its {best.peak} phase, {least}; {of}"
         assert self.memory is not None
         near = min(self.options, key=lambda o: o.total)
         most = sorted(near.at_peak.items(), key=lambda kv: -kv[1])[:3]
         told = ", ".join(f"{k} {_gb(n)}" for k, n in most)
-        lacks = f"{near.name} lacks {_gb(near.total - self.memory)}"
-        lines = [
-            f"nothing fits in {_gb(self.memory)} a rank: {lacks}",
-            f"its {near.peak} phase takes {_gb(near.total)} ({told})",
-        ]
+        lines = [f"nothing fits in {_gb(self.memory)} a rank: {near.name} lacks {_gb(near.total - self.memory)}"]
+        lines += [f"its {near.peak} phase takes {_gb(near.total)} ({told})"]
         helps = [f"{words}: {_gb(n)}{' fits' * (n <= self.memory)}" for words, n in self.helps() if n < near.total]
         return "; ".join(lines + (["what would help: " + ", ".join(helps)] if helps else []))
 
     def helps(self) -> list[tuple[str, int]]:
         """Single changes and the least bytes of a rank that each leads to, the most effective first."""
         c, found = self.step.config, list[tuple[str, int]]()
-        changes: dict[str, dict[str, Any]] = {
-            f"world={2**k * self.world}": {"world": 2**k * self.world} for k in (1, 2, 3)
-        }
-        if set(self.how["recompute"]) < {"none", "moe", "block"}:
-            changes["recompute='block'"] = {"recompute": ("block",)}
-        of_workload: dict[str, Any] = {
+        changes: dict[str, dict[str, Any]] = {f"world={n}": {"world": n} for n in (2 * self.world, 8 * self.world)}
+        changes |= {"recompute='block'": {"recompute": ("block",)}}
+        other: dict[str, Any] = {
             "dtype": "bfloat16", "microbatch_rows": 1, "microbatch_tokens": c.row_length, "reference": "cached",
-            "update_mode": "in_place", "rollout_dtype": "bfloat16", "slots": max(1, getattr(c, "slots", 1) // 4),
+            "update_mode": "in_place", "rollout_dtype": "bfloat16",
         }  # fmt: skip
-        for k, value in of_workload.items():
-            if hasattr(c, k) and getattr(c, k) != value:
+        for k, value in other.items():
+            if getattr(c, k, value) != value:
                 changes[f"{k}={value!r}"] = {"workload": replace(c, **{k: value})}
         near = min(self.options, key=lambda o: o.total)
         kept = {"zero": (near.zero,), "recompute": (near.recompute,)}
@@ -286,25 +268,16 @@ class Plan:
         return Planner(self)
 
     def __repr__(self) -> str:
-        shown = self.table().head(12)
+        shown, costs, n = self.table().head(12), self.how["costs"], len(self.options)
         keep = ["dp", "ep", "pp", "zero", "recompute", "microbatches", "total, GB", "peak", "fits", "wire total, GB"]
-        keep += [k for k in ("total, s",) if k in shown]
+        table = shown[keep + ["total, s"] * ("total, s" in shown)]
         rows = ", ".join(f"{k} {number(n)}" for k, n in self.rows.items() if n)
-        time = "seconds: none, give costs= (measure_unit_costs, or UnitCosts.peak)" if self.how["costs"] is None else (
-            f"seconds: {self.how['costs'].name}")  # fmt: skip
-        kind, n = type(self.step.config).__name__, len(self.options)
-        head = f"{kind} of {self.name} on {self.world} ranks: {n} options" + (", the first 12" if n > 12 else "")
-        table = shown[keep].to_string(index=False, float_format=lambda x: f"{x:.3g}")
-        return "\n".join(
-            [
-                self.verdict,
-                head,
-                table,
-                f"routed rows a step: {rows}; {number(self.supervised)} labels",
-                time,
-                CONVENTION,
-            ]
-        )
+        first = ", the first 12" * (n > 12)
+        head = f"{type(self.step.config).__name__} of {self.name} on {self.world} ranks: {n} options{first}"
+        time = costs.name if costs else "none, give costs= (measure_unit_costs, or UnitCosts.peak)"
+        lines = [self.verdict, head, table.to_string(index=False, float_format=lambda x: f"{x:.3g}")]
+        lines += [f"routed rows a step: {rows}; {number(self.supervised)} labels", f"seconds: {time}", CONVENTION]
+        return "\n".join(lines)
 
     def _ipython_display_(self) -> None:
         self.widget()._ipython_display_()
@@ -329,25 +302,19 @@ def _option(
     critic = plan_bytes.critic_shape(c, shape) if step.scores["critic"] else None
     if critic is not None:
         check_layout(own, critic, world)
-    held = {}  # component/kind -> bytes, of the fullest rank
-    for rank in range(0, world, min(x.dp, world // own.pp)):
-        found = plan_bytes.rank_bytes(shape, critic, step, learner, own, world, rank, device)
-        if sum(found.values()) > sum(held.values()):
-            held = found
-    engines = [plan_bytes.engine_bytes(shape, step, learner, world, rank, device) for rank in range(world)]
-    held |= max(engines, key=lambda e: sum(e.values()))
+    size = lambda found: sum(found.values())
+    some = range(0, world, min(x.dp, world // own.pp))  # ranks of one pipeline place are alike
+    held = max((plan_bytes.rank_bytes(shape, critic, step, learner, own, world, r, device) for r in some), key=size)
+    held |= max((plan_bytes.engine_bytes(shape, step, learner, world, r, device) for r in range(world)), key=size)
     held = {k: held[k] for k in PARTS if held.get(k)}
     phases = {
-        p: sum(held[k] for k in _alive(p, held))
-        for p, own_parts in WORKING.items()
-        if p == "train" or any(k in held for k in own_parts)
+        p: sum(held[part] for part in _alive(p, held)) for p, k in WORKING.items() if p == "train" or held.keys() & k
     }
     wire = plan_bytes.wire(shape, critic, step, learner, own, world)
     rows = step.rows(shape, learner, own, world)
-    trained = step.trained(x.dp)
     seconds = predict(costs, shape, critic, step, learner, own, world, wire, held) if costs else None
     fits = memory is None or max(phases.values()) <= memory
-    count = max(len(rank) for update in trained for rank in update)
+    count = max(len(rank) for update in step.trained(x.dp) for rank in update)
     return Option(*x, zero, recompute, count, learner, held, phases, wire, rows, fits, seconds)
 
 

@@ -82,7 +82,9 @@ def critic_shape(config: RunConfig, shape: ModelConfig) -> ModelConfig:
 
 
 @lru_cache(maxsize=65536)
-def _kept(shape, work: Microbatch, dtype, config: LearnerConfig, run: tuple[int, int], device: str) -> tuple[int, int]:
+def kept_bytes(
+    shape, work: Microbatch, dtype, config: LearnerConfig, run: tuple[int, int], device: str
+) -> tuple[int, int]:
     found = sizes.activation_bytes(shape, work, dtype, config, run, device)
     return found["total"], found["again"]
 
@@ -100,7 +102,7 @@ def learner_bytes(
     most = again = 0
     for rank in {tuple(rank) for ranks in updates for rank in ranks}:
         flying = layouts.in_flight(config, pp_rank, len(rank))
-        kept = {m: [_kept(shape, m, dtype, plain, run, device) for run in runs] for m in set(rank)}
+        kept = {m: [kept_bytes(shape, m, dtype, plain, run, device) for run in runs] for m in set(rank)}
         each = [sum(total for total, _ in kept[m]) // len(runs) for m in rank]
         windows = [sum(each[at : at + flying]) for at in range(max(1, len(each) - flying + 1))]
         most = max(most, max(windows, default=0))
@@ -142,8 +144,8 @@ def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: 
     """A rank's engine: its weights, what a transfer takes besides, keys and values, and those of prompts that wait. An
     engine on the learner's own weights needs none, vLLM's are on its server.
 
-    transfer: a staging copy ("atomic"; a CPU keeps it), the ring of an engine in a process of its own, two chunks
-    where weights are cast, and on a CPU the copy that starts such an engine again.
+    transfer: a staging copy ("atomic"), the ring of an engine in a process of its own, two chunks where weights are
+    cast. On a CPU the copy and the ring are kept ("staging"), and so is the copy that starts such an engine again.
     """
     c = step.config
     if not isinstance(c, RLConfig) or c.engine == "vllm":
@@ -153,8 +155,8 @@ def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: 
         out["serving"] = whole = served_bytes(c, shape)
         kept = c.engine == "process" and device == "cpu" and (c.staleness > 0 or learner.pp * learner.ep > 1)
         casts = c.rollout_dtype not in (None, c.dtype)
-        out["transfer"] = whole * ((c.update_mode == "atomic") + kept)
-        out["transfer"] += CHUNK * (4 * (c.engine == "process") + 2 * casts)
+        copies = whole * ((c.update_mode == "atomic") + kept) + 4 * CHUNK * (c.engine == "process")
+        out |= {"staging": copies * (device == "cpu"), "transfer": copies * (device != "cpu") + 2 * CHUNK * casts}
     if mine:
         slots, room = min(c.slots, sum(len(a) for _, a in mine)), max(p for p, _ in mine) + c.max_new_tokens
         reads = [0]

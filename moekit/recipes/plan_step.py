@@ -81,20 +81,13 @@ class Step:
         least, many = (0, None) if rollout else (1, answers)
         for p, a in found or ((0, ()),):
             if p < 1 or min(a, default=-1) < least or (many and len(a) != many):
-                what = f"{many} answers" if many else "answers"
-                raise ConfigError(
-                    f"lengths: a prompt of {p} tokens with answers of {list(a)}; {what} and 1 token are needed"
-                )
+                what = f"a prompt needs 1 token at least, and {many or 'some'} answers"
+                raise ConfigError(f"lengths: a prompt of {p} tokens with answers of {list(a)}; {what}")
             size = family_size(p, a, config.share_prompt) if pair else p + max(a)  # type: ignore[attr-defined]
             if size > T and (pair or rollout):
                 what = f"lengths: a prompt of {p} tokens with answers of {list(a)} takes {size} positions"
                 raise ConfigError(f"{what}, a row has length={T}; make rows longer, or lengths shorter")
         return Step(config, found, full=isinstance(config, SFTConfig) and lengths is None)
-
-    @property
-    def answers(self) -> int:
-        """Of all prompts."""
-        return sum(len(a) for _, a in self.lengths)
 
     @property
     def updates(self) -> int:

@@ -32,7 +32,7 @@ from ..rollout.embedded import EmbeddedEngine
 from ..rollout.engine import Sampling
 from ..workloads import RLConfig
 from . import plan_bytes
-from .plan_step import Step
+from .plan_step import Ranks, Step
 from .setup import DTYPES
 
 
@@ -137,30 +137,24 @@ def measure_unit_costs(
 
 def _best(forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], device: str) -> float:
     """Seconds of a forward, with its backward where there are inputs to differentiate by: the best of three."""
-    best = float("inf")
+    spent = []
     for _ in range(4):
-        if device == "cuda":
-            torch.cuda.synchronize()
         began = time.perf_counter()
         y = forward()
         if inputs:
-            torch.autograd.grad(
-                y.sum() if y.ndim == 1 else y, inputs, None if y.ndim == 1 else torch.ones_like(y), allow_unused=True
-            )
+            torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began) if _ else best
-    return best
+        spent.append(time.perf_counter() - began)
+    return min(spent[1:])
 
 
 def _decode(model: Transformer, device: str) -> float:
     """Seconds of one decoding step of one slot."""
-    engine, found = EmbeddedEngine(model, device=device), list[float]()
-    for n in (2, 34, 66):
-        began = time.perf_counter()
-        engine.generate([[1, 2]], Sampling(max_new_tokens=n, temperature=0.0))
-        found.append(time.perf_counter() - began)
-    return max(1e-9, (found[2] - found[1]) / 32)
+    engine = EmbeddedEngine(model, device=device)
+    how = lambda n: Sampling(max_new_tokens=n, temperature=0.0)
+    few, many = (_best(lambda: engine.generate([[1, 2]], how(n)), (), device) for n in (2, 34))  # noqa: B023
+    return max(1e-9, (many - few) / 32)
 
 
 def _wire_rate(ranks: int, device: str) -> float:
@@ -170,19 +164,15 @@ def _wire_rate(ranks: int, device: str) -> float:
 
 
 def exchanged() -> float:
-    """On every rank: bytes/s sent, the best of five exchanges after one."""
-    size = dist.get_world_size()
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    """On every rank: bytes/s sent, the best of three exchanges after one."""
+    size, device = dist.get_world_size(), "cuda" if "nccl" in dist.get_backend() else "cpu"
     x = torch.ones(size, (8 << 20) // size, dtype=torch.uint8, device=device)
-    out, best = torch.empty_like(x), float("inf")
-    for _ in range(6):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_to_all_single(out, x)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began) if _ else best
-    return (size - 1) / size * x.nbytes / best
+
+    def exchange() -> torch.Tensor:
+        dist.all_to_all_single(out := torch.empty_like(x), x)
+        return out
+
+    return (size - 1) / size * x.nbytes / _best(exchange, (), device)
 
 
 def predict(
@@ -202,17 +192,15 @@ def predict(
     for name, model, how, mark in (("train", shape, learner, ""), ("critic", critic, own, "critic ")):
         if model is None:
             continue
-        dp, prefix = world // how.pp, mark.replace(" ", "/")
-        state = {k: held.get(f"{prefix}{k}", 0) for k in plan_bytes.STATE}
-        moved = 2 * (state["masters"] + state["moments"] + state["parameters"]) + state["gradients"]
-        parts = [_work(costs, model, how, rank, step.config.dtype) for u in [step.trained(dp)] for ranks in u
-                 for rank in [max(ranks, key=lambda r: sum(m.positions for m in r))]]  # fmt: skip
-        compute, memory = (sum(x) for x in zip(*parts))
-        out[name] = join(compute, memory + len(parts) * moved / costs.copy,
-                         sent(*(f"{mark}{k}" for k in ("gradients", "parameters", "rows", "pipeline"))))  # fmt: skip
+        state = lambda k: held.get(f"{mark.replace(' ', '/')}{k}", 0)  # noqa: B023
+        moved = 2 * (state("masters") + state("moments") + state("parameters")) + state("gradients")
+        fullest = [_fullest(ranks) for ranks in step.trained(world // how.pp)]
+        compute, memory = (sum(x) for x in zip(*(_work(costs, model, how, rank, c.dtype) for rank in fullest)))
+        on_wire = sent(*(f"{mark}{k}" for k in ("gradients", "parameters", "rows", "pipeline")))
+        out[name] = join(compute, memory + len(fullest) * moved / costs.copy, on_wire)
     for name in (k for k, needed in step.scores.items() if needed):
         model, how = (critic, own) if name == "critic" and critic else (shape, learner)
-        rank = max(step.scored(world // how.pp), key=lambda r: sum(m.positions for m in r))
+        rank = _fullest(step.scored(world // how.pp))
         out[f"{name} score"] = join(*_work(costs, model, how, rank, c.dtype, trains=False), sent(f"{name} score"))
     if isinstance(c, RLConfig):
         out["rollout"] = join(*_rollout(costs, shape, step, world))
@@ -220,29 +208,29 @@ def predict(
     return out | {"total": sum(out.values())}
 
 
+def _fullest(ranks: Ranks) -> list[Microbatch]:
+    return max(ranks, key=lambda rank: sum(m.positions for m in rank))
+
+
 def _work(
     costs: UnitCosts, shape: ModelConfig, config: LearnerConfig, rank: Sequence[Microbatch], dtype: str,
     trains: bool = True,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of computing and of memory traffic of one rank's microbatches, the idle time of 1F1B with them."""
-    compute = memory = 0.0
-    times = 3 if trains else 1
+    compute, memory, times, plain = 0.0, 0.0, 3 if trains else 1, replace(config, recompute="none")
     again = {"none": (0, 0), "moe": (1, 0), "block": (1, 1)}[config.recompute if trains else "none"]
     for m in rank:
         layers = [m.routed(config.elide, i == shape.layers - 1) for i in shape.moe_layers]
         rows = shape.top_k * sum(layers)
-        f = step_flops(
-            shape, Work(m.positions, m.real, m.labels, m.pairs), rows=(rows, 0), backward=False, elide=config.elide
-        )
+        work = Work(m.positions, m.real, m.labels, m.pairs)
+        f = step_flops(shape, work, rows=(rows, 0), backward=False, elide=config.elide)
         each = rows / max(1, len(layers)) * config.ep / shape.experts
         compute += f["experts"] * (times + again[0]) / costs.expert_rate(each)
         compute += f["attention_scores"] * (times + again[1]) / costs.attention
         rest = f["forward"] - f["experts"] - f["attention_scores"]
         compute += (rest * (times + again[1]) - f["head"] * again[1]) / costs.matmul
         compute += shape.layers * costs.layer_s * (times + again[1]) / 3
-        kept, _ = plan_bytes._kept(
-            shape, m, DTYPES[dtype], replace(config, recompute="none"), (0, shape.layers), costs.device
-        )
+        kept, _ = plan_bytes.kept_bytes(shape, m, DTYPES[dtype], plain, (0, shape.layers), costs.device)
         memory += 2 * kept * (times + again[1]) / costs.copy
     bubble = (len(rank) + config.pp - 1) / max(1, len(rank)) / config.pp
     return compute * bubble, memory * bubble

@@ -16,13 +16,12 @@ from .theme import INK, MUTED, SERIES, SIZE, Figure, bundle, figure, names_axis,
 
 STATE = {"parameters": 1.0, "gradients": 0.8, "masters": 0.66, "moments": 0.52, "mxfp8": 0.42, "activations": 0.3,
          "recomputed": 0.2, "dispatch": 0.12}  # fmt: skip
+ENGINE = {"serving": 1.0, "staging": 0.8, "transfer": 0.62, "kv_cache": 0.42, "prompts": 0.22}
 LOOK: dict[str, tuple[str, str]] = {  # component -> colour, and whose it is
     **{k: (tint(COLOUR["policy"], t), "policy") for k, t in STATE.items()},
     "reference": (COLOUR["reference"], "reference"),
     **{f"critic/{k}": (tint(COLOUR["critic"], t), "critic") for k, t in STATE.items()},
-    "serving": (COLOUR["engine"], "rollout engine"), "transfer": (tint(COLOUR["engine"], 0.66), "rollout engine"),
-    "kv_cache": (tint(COLOUR["engine"], 0.42), "rollout engine"),
-    "prompts": (tint(COLOUR["engine"], 0.22), "rollout engine"),
+    **{k: (tint(COLOUR["engine"], t), "rollout engine") for k, t in ENGINE.items()},
 }  # fmt: skip
 AGAIN = {"none": "", "moe": ", recompute moe", "block": ", recompute block"}
 RECOMPUTE = ("none", "moe", "block")

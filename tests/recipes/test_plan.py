@@ -165,7 +165,7 @@ def check(name: str, data: Any, config: Any, world: int, seen: list[dict[str, An
         for e, s in zip(engines, seen):
             assert e["serving"] == s["serving"]
             if config.update_mode == "atomic":
-                assert e["transfer"] == s["staging"] + s["casts"]
+                assert (e["staging"], e["transfer"]) == (s["staging"], s["casts"])
         assert option.wire["transfer"] * world == first["wire/transfer_bytes"]
     # routed rows
     for part, n in found.rows.items():
@@ -176,8 +176,9 @@ def check(name: str, data: Any, config: Any, world: int, seen: list[dict[str, An
     # the wire, without assuming balance where it is none
     for kind in ("gradients", "parameters"):
         dp, dtype = world // c.pp, getattr(torch, config.dtype)
-        sends = lambda r: plan_bytes.sent_bytes(shape, option.learner, dtype, step.trained(dp)[0], r // dp, True)
-        sent = sum(sends(r)[kind] for r in range(world))  # noqa: B023
+        sends = [plan_bytes.sent_bytes(shape, option.learner, dtype, step.trained(dp)[0], r // dp, True)[kind]
+                 for r in range(world)]  # fmt: skip
+        sent = sum(sends)
         assert sent * step.updates == pytest.approx(first[f"wire/{kind}_bytes"], rel=1e-6, abs=world * 8), (name, kind)
     assert all(k in PARTS for k in option.memory) and option.total == sum(option.at_peak.values())
 
@@ -279,9 +280,11 @@ def test_rows_of_a_step_by_hand():
     ("change", "says"),
     [
         ({"model": "no such"}, "no such"), ({"world": 0}, "world=0"), ({"memory": 0}, "memory=0"),
-        ({"device": "tpu"}, "tpu"), ({"ep": [5]}, "ep="), ({"lengths": (0, 5)}, "0 tokens"), ({"lengths": "abc"}, "abc"),
+        ({"device": "tpu"}, "tpu"), ({"ep": [5]}, "ep="), ({"lengths": (0, 5)}, "0 tokens"),
+        ({"lengths": "abc"}, "abc"),
         ({"lengths": [(5, [5, 6])]}, r"\[5, 6\]"), ({"workload": LearnerConfig()}, "workload="),
-        ({"workload": RewardConfig("", "", length=64), "lengths": (60, 20)}, "length=64"), ({"costs": "none.json"}, "none"),
+        ({"workload": RewardConfig("", "", length=64), "lengths": (60, 20)}, "length=64"),
+        ({"costs": "none.json"}, "none"),
         ({"workload": SFTConfig("", "", rows=DataConfig(length=5000))}, "5000"),
     ],
 )  # fmt: skip
