@@ -15,7 +15,8 @@ import nbformat
 import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
-PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+PATHS = sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))
+INDEX = NOTEBOOKS / "index.ipynb"
 each = pytest.mark.parametrize("path", PATHS, ids=lambda p: p.stem)
 
 
@@ -28,6 +29,27 @@ def read(path: Path) -> tuple[Any, list[Any], str]:
 
 def test_they_are_numbered_without_gaps() -> None:
     assert [p.name[:3] for p in PATHS] == [f"{i:02d}_" for i in range(len(PATHS))] and len(PATHS) >= 3
+
+
+def test_the_index_has_every_notebook_with_its_picture_and_a_number_that_it_asserts() -> None:
+    notebook, code, prose = read(INDEX)
+    assert not code and {*NOTEBOOKS.glob("*.ipynb")} == {*PATHS, INDEX}
+    numbers = notebook.metadata.moekit.numbers
+    assert sorted(numbers) == [path.stem for path in PATHS]
+    for path in PATHS:
+        (row,) = re.findall(rf"^\| \[{path.stem[:2]}\]\({path.name}\) .*", prose, re.MULTILINE)
+        assert f"](pictures/{path.stem}.svg)]({path.name})" in prose
+        words, assertion = numbers[path.stem]
+        assert f"**{words}**" in row and re.search(r"\| \d+ s \|$", row), row
+        checks = ["\n".join(c.metadata.get("nbmake", {}).get("post_cell_execute", [])) for c in read(path)[1]]
+        assert sum(assertion in check for check in checks) == 1, f"{path.stem} does not assert {assertion}"
+
+
+def test_one_leads_to_the_next_and_all_to_the_index() -> None:
+    for path, following in zip(PATHS, [*PATHS[1:], None]):
+        last = read(path)[0].cells[-1].source.split("\n")[-1]
+        assert last.startswith("**Next:** ") and last.endswith(" All notebooks: [index](index.ipynb).")
+        assert following is None or f"[{following.stem}]({following.name})" in last
 
 
 @each
