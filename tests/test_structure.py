@@ -36,7 +36,7 @@ ARROWS = {
 }
 EVERYTHING = {"recipes", "cli", "doctor"}  # these may import all of moekit
 LIBRARY = ("moekit", "kernels", "launch")
-LINE_LIMIT, LONG_FILES, LIBRARY_LIMIT = 400, 3, 18_900
+LINE_LIMIT, LONG_FILES, LIBRARY_LIMIT = 400, 3, 21_700
 
 
 def tracked(*under: str) -> list[str]:
