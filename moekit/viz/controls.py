@@ -7,13 +7,13 @@ from copy import deepcopy
 from itertools import zip_longest
 from typing import Any
 
+from .overview import WIDE
 from .theme import Figure, need
 
 STOP = "Ends the job: SIGTERM to its ranks, SIGKILL to what is left after 5 s. Run folder and checkpoints stay."
 RESUME = "Submits the job's call again with resume=True: it goes on from its newest checkpoint, in the same folder."
 # in a page where the widget stands, its static twin, the next output of the cell, is not needed
-STYLE = """<style>.jp-OutputArea-child:has(.moekit-dashboard) + .jp-OutputArea-child {display: none}
-.moekit-figure > * {width: 100%}</style>"""
+STYLE = "<style>.jp-OutputArea-child:has(.moekit-dashboard) + .jp-OutputArea-child {display: none}</style>"
 NOTES = 32  # annotations of a figure; their number must not change
 NO_NOTE = {"text": "", "showarrow": False, "visible": False, "x": 0, "y": 0, "xref": "paper", "yref": "paper"}
 
@@ -46,9 +46,7 @@ class Controls:
         first = row(*(["run"] if len(runs) > 1 else []), "stop", "resume", "message")
         parts = [w.HTML(STYLE, layout={"display": "none"}), at["state"], first, *self._slots.values()]
         self.sliders = row("layer", "step")
-        self.box = w.VBox([*parts, self.sliders, row("rank"), at["log"]], layout={"max_width": "1080px"})
-        for slot in self._slots.values():
-            slot.add_class("moekit-figure")
+        self.box = w.VBox([*parts, self.sliders, row("rank"), at["log"]], layout={"width": f"{WIDE}px"})
         for part, name in ((self.box, "dashboard"), (at["state"], "state"), (at["log"], "log")):
             part.add_class(f"moekit-{name}")
         for name in ("stop", "resume"):
@@ -98,12 +96,12 @@ class Controls:
 
     def draw(self, name: str, now: Figure) -> None:
         """Show a figure: what differs from the one before, in one message; axes stay as the reader has turned them."""
-        layout = {key: value for key, value in now.layout.to_plotly_json().items() if key not in ("template", "width")}
+        layout = {key: value for key, value in now.layout.to_plotly_json().items() if key != "template"}
         notes = [note | {"visible": True} for note in layout.get("annotations", ())]
         layout["annotations"] = notes + [NO_NOTE] * (NOTES - len(notes))
         if name not in self.figures:
             widget = self._figure(now)
-            widget.update_layout(**layout, width=None, autosize=True)
+            widget.update_layout(**layout)
             widget._config = widget._config | {"displayModeBar": False}
             widget._widget_layout = deepcopy(widget._layout)
             self._base.open(widget)

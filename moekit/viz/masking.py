@@ -56,7 +56,8 @@ def stack(
     labels, level, total, many = [], 0.0, np.zeros(len(cut)), len(cut) > 60
     for name, (colour, ink, values, words) in layers.items():
         mean = np.add.reduceat(values, cut) / np.diff(np.append(cut, len(step))) if len(cut) else np.zeros(0)
-        look, at = {"color": colour, "line": {"width": 0 if many else 0.5}}, {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
+        edge = {"width": 0 if many else 0.5, "color": theme.PAPER}
+        look, at = {"color": colour, "line": edge}, {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
         fig.add_bar(x=step[cut].tolist(), y=mean.tolist(), name=name, marker=look, hovertemplate="%{y:,.0f}", **at)
         total += mean
         last = float(mean[-1]) if len(cut) else 0.0

@@ -29,7 +29,7 @@ from .theme import (
     tint,
 )
 
-WIDE = 900  # of the static twin; in a page the figures are as wide as the page lets them
+WIDE = 840  # pixels: a cell of JupyterLab on a screen of 1280, with the side bar open
 POINTS = 1000  # of a line; longer ones are thinned to the extremes of neighbours
 BINS = 60  # steps that the map of experts over steps shows
 RATES = {
@@ -152,8 +152,8 @@ def work(table: pd.DataFrame) -> Figure:
     for (component, pass_name), rows in passes(table).items():
         colour, name = tint(PASS[pass_name], 1.0 if component == "policy" else 0.6), f"{component} {pass_name}"
         parts[name] = layer(name, colour, INK, rows)
-    halves = (("routed rows a step by class of position, forward", classes, (0.0, 0.32)),
-              ("routed rows a step by pass", parts, (0.515, 0.79)))  # fmt: skip
+    halves = (("routed rows a step by class of position, forward", classes, (0.0, 0.3)),
+              ("routed rows a step by pass", parts, (0.53, 0.79)))  # fmt: skip
     for i, (words, layers, (left, right)) in enumerate(halves):
         suffix = str(i + 1) if i else ""
         x = {"domain": [left, right], "anchor": f"y{suffix}", "title": "step", "nticks": 5}
