@@ -83,7 +83,7 @@ async def _keep(folder: Path, ranks: int, notebook: int, start: str) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
     await cluster.start_cluster()
     (folder / "ready").touch()
-    while not ending.is_set() and processes.is_alive(notebook, start) and cluster.controller.running:
+    while not ending.is_set() and processes.is_alive(notebook, start) and cluster.controller.running:  # type: ignore[union-attr]
         await asyncio.sleep(0.1)
 
 
@@ -108,7 +108,7 @@ def _rank(folder: Path, rank: str) -> None:
 
 def open_store() -> int:
     """The store in which the ranks of a pool meet: rank 0 keeps it, on a port that the system gave."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     _kept["store"] = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return _kept["store"].port

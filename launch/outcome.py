@@ -52,6 +52,7 @@ def first_failure(
 
 
 def death_notice(rank: int, code: int | None, when: float) -> dict[str, Any]:
+    """The error of a rank that could not write one: it ended with `code`, minus the signal; None = unknown."""
     message = f"ended with exit code {code} before its function returned"
     if code is None:
         message = "ended without a word: it was killed (as when memory runs out), or its node went down"

@@ -85,7 +85,8 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        self._client, self._stuck, self.pids = None, dict[int, Any](), list[int]()
+        self._client: Any = None
+        self._stuck, self.pids = dict[int, Any](), list[int]()
         self.folder, me = Path(tempfile.mkdtemp(prefix="moekit-pool-")), os.getpid()
         for name in ("logs", "ranks"):
             (self.folder / name).mkdir()
@@ -129,22 +130,25 @@ class Pool:
         from ipyparallel.client.magics import ParallelMagics
         from IPython import get_ipython
 
+        pool, view, shell = self, self._client.direct_view(block=True), get_ipython()
+
         class PoolMagics(ParallelMagics):
-            def parallel_execute(it, cell, block=None, groupby="type", save_name=None, **_):
-                self._check_alive(idle=True)
-                result = it.last_result = it.view.execute(cell, silent=False, block=False)
+            def parallel_execute(self, cell, block=None, groupby="type", save_name=None, **_):
+                pool._check_alive(idle=True)
+                result = self.last_result = view.execute(cell, silent=False, block=False)
                 if save_name:
-                    it.shell.user_ns[save_name] = result
-                if not (it.view.block if block is None else block):
+                    shell.user_ns[save_name] = result  # type: ignore[union-attr]
+                if not (view.block if block is None else block):
                     return result
                 try:
-                    self._finish({part._targets[0]: part for part in result.split()})
+                    pool._finish({part._targets[0]: part for part in result.split()})
                 finally:
-                    if result.done():
+                    if result.done() and result.wait_for_output(5):  # displays come on a channel of their own, later
                         result.display_outputs(groupby)
+                        pool._client.purge_local_results(result)
 
-        if (shell := get_ipython()) is not None:
-            shell.magics_manager.register(PoolMagics(shell, self._client.direct_view(block=True)))
+        if shell is not None:
+            shell.magics_manager.register(PoolMagics(shell, view))
 
     # Calls
 
@@ -182,7 +186,9 @@ class Pool:
             raise ConfigError(f"rank={wrong[0]!r} is not one of the pool's ranks, 0 to {self.nproc - 1}")
         self._check_alive(idle=True)
         parts = {r: self._client[r].apply_async(engines.call, packed) for r in ranks or range(self.nproc)}
-        return [pickle.loads(value) for value in self._finish(parts, limit)]
+        values = self._finish(parts, limit)
+        self._client.purge_local_results(list(parts.values()))
+        return [pickle.loads(value) for value in values]
 
     def _finish(self, parts: dict[int, Any], limit: float | None = None) -> list[Any]:
         """Waits for the part of every rank: their values, or the error of the rank that failed first."""
@@ -221,7 +227,6 @@ class Pool:
         if told is not None:
             told.add_note(note)
             raise told
-        self._client.purge_local_results(list(parts.values()))
         return [answers[rank] for rank in parts]
 
     def _check_alive(self, idle: bool = False) -> None:
