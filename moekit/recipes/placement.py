@@ -64,10 +64,8 @@ class Weights:
         serves = Transformer(shape, device="meta", seed=None) if serves is None else serves
         self.pieces = {n: p for n, (p, _) in held(serves).items()}
         self.dtypes = dtypes(shape, DTYPES[config.rollout_dtype or config.dtype])
-        have, sizes = (
-            self.world.gather([p for p, _ in self.own.values()]),
-            {n: d.itemsize for n, d in self.dtypes.items()},
-        )
+        have = self.world.gather([p for p, _ in self.own.values()])
+        sizes = {n: d.itemsize for n, d in self.dtypes.items()}
         want, ranks = self.world.gather(list(self.pieces.values())), list(range(self.world.size))
         if config.engine == "vllm":  # one server for all ranks
             want[1:] = [[] for _ in ranks[1:]]
@@ -100,28 +98,29 @@ class Weights:
 
     def _lead(self, engine: VLLMEngine, version: int, mode: str) -> Sent:
         """Rank 0 updates the server of all ranks; the others give it what they hold, and wait. A collective."""
-        sent, error = Sent(), None
+        sent, lost = Sent(), False
         try:
             if self.world.rank == 0:
                 sent = engine.update(self.chunks(), version, mode)
             else:
                 list(self.chunks())
-        except EngineError as found:
-            error = found
-        if not self.recovered(engine, error, version):
+        except EngineError:
+            lost = True
+        self.version = version
+        if not self.recovered(engine, lost):
             engine.follow(version)
         return sent
 
-    def recovered(self, engine: VLLMEngine, error: EngineError | None, version: int) -> bool:
-        """Whether some rank could not go on, and the server now has this version, again. A collective.
+    def recovered(self, engine: VLLMEngine, lost: bool) -> bool:
+        """Whether some rank has `lost` its server, which then has the newest version again. A collective.
 
         Raises EngineError: it did not come back in `patience` seconds, or does not take the weights."""
-        if not any(self.waits.gather(error is not None)):
+        if not any(self.waits.gather(lost)):
             return False
         with together(self.waits):
             if self.world.rank == 0:
                 self.moved += engine.recover(self.patience)
-        engine.follow(version)
+        engine.follow(self.version)
         return True
 
     def chunks(self) -> Iterator[Chunk]:
@@ -159,9 +158,8 @@ class Weights:
 
     def _held(self) -> dict[str, tuple[Piece, Tensor]]:
         model = self.learner.model
-        if any(
-            t.data_ptr() != self.own[n][1].data_ptr() for n, t in (*model.named_parameters(), *model.named_buffers())
-        ):
+        now = (*model.named_parameters(), *model.named_buffers())
+        if any(t.data_ptr() != self.own[n][1].data_ptr() for n, t in now):
             self.own = held(model)
         return self.own
 

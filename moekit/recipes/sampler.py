@@ -168,20 +168,18 @@ class Sampler:
         everything = self.world.gather((found, rewards, texts))
         return Experience(*([x for part in column for x in part] for column in zip(*everything)))
 
-    def _collected(self, sampled: Callable[[], list[Rollout]]) -> list[Rollout]:
+    def _collected(self, sampled: Callable[[], list[Rollout]]) -> Any:
         """What `sampled` gives. Where a server is gone it is waited for, and asked again, for what is not here. A
         collective."""
-        tries = TRIES if isinstance(self.engine, VLLMEngine) else 0
+        tries, found = TRIES if isinstance(self.engine, VLLMEngine) else 0, None
         while True:
-            error: EngineError | None = None
             with together(self.waits):
                 try:
-                    found = sampled()
-                except EngineError as problem:
+                    found = sampled() if found is None else found
+                except EngineError:
                     if not tries:
                         raise
-                    error, found = problem, []
-            if not tries or not self.weights or not self.weights.recovered(self.engine, error, self.weights.version):
+            if not tries or not self.weights or not self.weights.recovered(self.engine, found is None):
                 return found
             tries -= 1
 
@@ -311,8 +309,7 @@ def old_samples(folder: Path, start: int) -> None:
     """Take the answers of steps that will be taken again out of `samples.jsonl`."""
     path = folder / "samples.jsonl"
     if path.exists():
-        *lines, _ = path.read_text(encoding="utf-8").split(
-            "\n"
-        )  # answers may hold other ends of lines; the last is cut
+        # answers may hold other ends of lines; the last is cut
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
         kept = [line for line in lines if json.loads(line)["step"] < start]
         write_atomic(path, "".join(f"{line}\n" for line in kept).encode())

@@ -34,7 +34,7 @@ from .engine_server import put, take
 from .shared_ring import SharedRing
 from .stats import Stats
 from .weight_plan import dtypes, held
-from .weight_transfer import CHUNK, Chunk, Sent, chunks
+from .weight_transfer import CHUNK, Chunk, Sent, chunks, pieces_of
 
 LOST = (EOFError, ConnectionError, TimeoutError)  # what a line says when its other end is dead or silent
 TRIES = 3  # starts of a process that get nothing done, one after the other
@@ -150,12 +150,7 @@ class EngineProcess:
         Raises:
             ConfigError: a name is missing or unknown, or a shape differs.
         """
-        values = source.state_dict() if isinstance(source, Transformer) else source
-        own = {n: piece for n, (piece, _) in held(Transformer(self.config, device="meta", seed=None)).items()}
-        wrong = {n: tuple(t.shape) for n, t in values.items()}.items() ^ {n: p.shape for n, p in own.items()}.items()
-        if wrong:
-            raise ConfigError(f"the update and the model differ in {min(wrong)[0]} (of {len(wrong)}); send all of them")
-        mine = {n: (piece, values[n].detach().reshape(-1)) for n, piece in own.items()}
+        mine = pieces_of(source, held(Transformer(self.config, device="meta", seed=None)))
         self.update(chunks(mine, None, self.dtypes, self._host.chunk_bytes), version, mode)
 
     def pause(self) -> None:
@@ -243,9 +238,7 @@ class EngineProcess:
     def _restart(self, problem: _Gone, tries: int) -> Sent:
         """Another process with the same weights."""
         if self._weights is None or tries > TRIES or self._host.closed:
-            how = (
-                "give weights= to start another one" if self._weights is None else f"{self.restarts} came in its place"
-            )
+            how = f"{self.restarts} came in its place" if self._weights else "give weights= to start another one"
             self._broken = "its process has died"
             raise EngineError(f"the engine's process {problem}; {how}") from None
         print(f"the engine's process {problem}; it is started again", file=sys.stderr, flush=True)

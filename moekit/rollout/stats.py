@@ -37,13 +37,8 @@ class Loads:
     def metrics(self, kind: str) -> dict[str, float]:
         """Means over passes and layers that had rows; the host reads here."""
         rows, busy, over, ran, below = self.sums.tolist()
-        values = (
-            rows / max(busy, 1),
-            over / max(ran, 1),
-            below / max(ran, 1),
-            float(self.most),
-            float(self.route_bytes),
-        )
+        means = rows / max(busy, 1), over / max(ran, 1), below / max(ran, 1)
+        values = (*means, float(self.most), float(self.route_bytes))
         return {f"engine/{name}_{kind}": value for name, value in zip(NAMES, values)}
 
 

@@ -43,7 +43,8 @@ from .vllm_files import abandon, send
 from .vllm_messages import PLAIN, Link, parameters, parse, parse_prompt
 from .vllm_plugin import TORN
 from .vllm_probe import TOLERANCE, Proof, Reading, probe_ids, prove, read
-from .weight_transfer import Chunk, Sent
+from .weight_plan import held
+from .weight_transfer import Chunk, Sent, Update, chunks, pieces_of
 
 STARTED = -1  # stands for the weights that a server was started with, once it was given others
 
@@ -76,7 +77,7 @@ class VLLMEngine:
     ):  # fmt: skip
         if dtype not in TOLERANCE:
             raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(TOLERANCE)}")
-        self.link, self.config, self.dtype, self.initial = link, config, dtype, version
+        self.link, self.config, self.dtype = link, config, dtype
         self.pieces, self.chunk_bytes = pieces(config, choose_family(config, family), naming), chunk_bytes
         self.tolerance, self.need_proof, self.probe_ids = tolerance, need_proof, probe_ids(config)
         self.stats, self.unproved, self.restarts, self.proof = Stats(), 0, 0, Proof(0.0, 0.0, False)
@@ -195,16 +196,12 @@ class VLLMEngine:
 
     # ---- weights ----
 
-    def update(self, chunks: Iterable[Chunk], version: int, mode: str = "in_place") -> Sent:
+    def update(self, source: Iterable[Chunk], version: int, mode: str = "in_place") -> Sent:
         """Take new weights as chunks of our parameters; all of them must come."""
-        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        began, seen = time.perf_counter(), dict.fromkeys(own, 0)
-        with torch.no_grad():
-            for chunk in chunks:
-                own[chunk.name].view(-1)[chunk.start : chunk.start + len(chunk.data)] = chunk.data
-                seen[chunk.name] += len(chunk.data)
-        if short := [n for n, t in own.items() if seen[n] != t.numel()]:
-            raise EngineError(f"an update brought {seen[short[0]]} of {own[short[0]].numel()} elements of {short[0]}")
+        began, new = time.perf_counter(), Update(self.model, version, "in_place")
+        for chunk in source:
+            new.write(chunk)
+        new.check()
         cast = time.perf_counter() - began
         return self.update_weights(self.model, version, mode) + Sent(0, {"cast": cast})
 
@@ -229,7 +226,9 @@ class VLLMEngine:
         if self._given and not self._broken and version == self._version == self._served():
             return Sent()
         if source is not self.model:
-            self._take(source.state_dict() if isinstance(source, Transformer) else source)
+            own, new = held(self.model), Update(self.model, version, "in_place")
+            for chunk in chunks(pieces_of(source, own), dtype={n: flat.dtype for n, (_, flat) in own.items()}):
+                new.write(chunk)
         self._due = version
         self.attach()
         with self._alone():
@@ -287,25 +286,14 @@ class VLLMEngine:
                 break
             except EngineError as error:
                 if time.monotonic() > until:
-                    raise EngineError(
-                        f"the vLLM server {self.link.url} did not come back within {patience:g} s ({error}). Start it "
-                        "again at the same address, and the run with resume=True: it goes on from its last checkpoint"
-                    ) from error
+                    gone = f"the vLLM server {self.link.url} did not come back within {patience:g} s ({error}). "
+                    how = "Start it again at the same address, and the run with resume=True, from its last checkpoint"
+                    raise EngineError(gone + how) from error
                 time.sleep(0.25)
         if whole or "model" not in vars(self):
             return Sent()
         self.restarts, self._broken = self.restarts + 1, self._broken or "it lost its weights"
         return self.update_weights(self.model, self._due)
-
-    def _take(self, values: Mapping[str, Tensor]) -> None:
-        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        wrong = [n for n, t in own.items() if n not in values or values[n].shape != t.shape]
-        if wrong or values.keys() - own.keys():
-            name = (wrong or sorted(values.keys() - own.keys()))[0]
-            raise ConfigError(f"the update's {name} is missing, unknown or of another shape; send every parameter")
-        with torch.no_grad():
-            for name, t in own.items():
-                t.copy_(values[name])
 
     def _score(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         found = dict[int, Tensor]()
@@ -388,10 +376,8 @@ class VLLMEngine:
         answer, before = parse(reply, prompt, initial, self.config, bool(self._routes))
         if wrong := set(answer.version.tolist()) - {self._version}:
             found = "those that it was started with" if wrong == {STARTED} else f"version {max(wrong)}"
-            self._broken = (
-                f"vLLM sampled with other weights ({found}) than version {self._version}: was it started again? "
-                "update the weights"
-            )
+            self._broken = f"vLLM sampled with other weights ({found}) than version {self._version}: "
+            self._broken += "was it started again? update the weights"
             raise EngineError(self._broken)
         self._routes = before is not None
         return answer, before

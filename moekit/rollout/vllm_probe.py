@@ -110,6 +110,6 @@ def prove(
     if max(text, cached) > limit:
         raise EngineError(
             f"vLLM does not serve the weights that it was sent: log-probs of the probe differ by {text:.3g}, more than "
-            f"{limit:.3g} is not rounding (after the text, through its prefix cache, by {cached:.3g})"
+            f"{limit:.3g} is not rounding (after the text, through its prefix cache by {cached:.3g})"
         )
     return Proof(max(text, cached), limit, before is not None and gap(want_P, before.text_P) > 2 * limit)

@@ -68,6 +68,23 @@ class Phases(dict[str, float]):
         self[name] += self.mark - before
 
 
+def pieces_of(
+    source: Mapping[str, Tensor] | Transformer, own: Mapping[str, tuple[Piece, Tensor]]
+) -> dict[str, tuple[Piece, Tensor]]:  # fmt: skip
+    """Of whole tensors, by the model's names, the pieces that `own` holds (`weight_plan.held`): what `chunks` takes.
+
+    Raises ConfigError: a name is missing or unknown, or a shape differs.
+    """
+    values = source.state_dict() if isinstance(source, Transformer) else source
+    if wrong := sorted(own.keys() ^ set(values)):
+        kind = "has no" if wrong[0] in own else "has an unknown"
+        raise ConfigError(f"the update {kind} {wrong[0]} ({len(wrong)} names differ); send every parameter and buffer")
+    for name, (piece, _) in own.items():
+        if (got := tuple(values[name].shape)) != piece.shape:
+            raise ConfigError(f"the update's {name} has shape {got}, not {piece.shape}")
+    return {n: (p, values[n].detach().reshape(-1)[p.start : p.stop]) for n, (p, _) in own.items()}
+
+
 def chunks(
     held: Mapping[str, tuple[Piece, Tensor]], sends: Iterable[Send] | None = None,
     dtype: torch.dtype | Mapping[str, torch.dtype] | None = None, chunk_bytes: int = CHUNK,

@@ -165,7 +165,7 @@ def test_what_it_refuses(engine):
         engine.generate([[64]], HOW)
     with pytest.raises(ConfigError, match="prompt_ids"):
         engine.generate([[5]], HOW, prompt_ids=[1, 2])
-    with pytest.raises(ConfigError, match="send all of them"):
+    with pytest.raises(ConfigError, match="send every parameter"):
         engine.update_weights({}, 99)
     engine.pause()
     with pytest.raises(EngineError, match="paused by this thread"):

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from moekit.errors import CapabilityError, ConfigError, EngineError
+from moekit.model.transformer import Transformer
 from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine import Sampling
 from moekit.rollout.vllm_engine import VLLMEngine
 from moekit.rollout.vllm_http import start_server
+from moekit.rollout.vllm_probe import score
 
 from .conftest import SHAPE
 
@@ -191,6 +193,60 @@ def test_the_order_of_calls_and_the_folder_are_kept(server, models, tmp_path):
         engine._stop("a test left an update half done")  # sampling now would end the server: parameters are gone
         engine.update_weights(models[1], 2)
         assert engine.gap < 1e-4
+
+
+@pytest.mark.parametrize("how", ["paused", "half updated", "half updated, and sampled from"])
+def test_a_server_that_somebody_left_in_a_state(server, models, how):
+    """It would hold requests for ever, or end with the first: a new engine says so, and a whole update mends it."""
+    with VLLMEngine(server.link(timeout=20), SHAPE, need_proof=False) as first:
+        first.update_weights(models[0], 1)
+        first.link.control("pause", mode="wait")
+        if how != "paused":
+            first.link.control("init", init_info={"root": first._folder})
+            first.link.control("start")
+        if "sampled" in how:
+            first.link.control("resume")
+    with VLLMEngine(server.link(timeout=20), SHAPE) as engine:
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(EngineError, match=f"cannot sample: .*{server.url} .*(paused|half an update)"):
+                engine.generate(PROMPTS, Sampling())
+        assert time.monotonic() - began < 5
+        engine.update_weights(models[1], 2)
+        assert engine.gap < 1e-4 and engine.unproved == 1
+        assert gap(models[1], engine.generate(PROMPTS, Sampling(max_new_tokens=8)), Sampling()) < 1e-4
+        assert not engine.capabilities.routes
+        with pytest.raises(CapabilityError, match="routes=True.*replies have none"):
+            engine.capabilities.need(routes=True)
+
+
+def test_bfloat16_is_held_to_its_own_rounding(interpreter, folder, models, tmp_path):
+    """There and back in bfloat16; refused where one expert of one layer is another model's."""
+    with (
+        start_server(folder, python=interpreter, dtype="bfloat16", log=tmp_path / "log") as server,
+        VLLMEngine(server.link(), SHAPE, dtype="bfloat16") as engine,
+    ):
+        for version, model in ((1, models[1]), (2, models[0]), (3, models[1])):
+            engine.update_weights(model, version)
+            assert 1e-3 < engine.gap < engine.proof.limit < 0.5 and engine.unproved == 0
+        whole = models[0].state_dict()
+        name = next(n for n in whole if n.endswith("down"))
+        wrong = Transformer(SHAPE, seed=None)
+        wrong.load_state_dict(whole | {name: torch.cat((models[1].state_dict()[name][:1], whole[name][1:]))})
+        asked = engine.probe_ids
+        for model, refused in ((wrong, True), (models[0], False)):
+            rounded = Transformer(SHAPE, dtype=torch.bfloat16, seed=None)
+            rounded.load_state_dict(model.state_dict())
+            wide = Transformer(SHAPE, seed=None)
+            wide.load_state_dict(rounded.state_dict())
+            given = score(wide, asked, [])
+            if refused:
+                with pytest.raises(EngineError, match="does not serve the weights that it was sent"):
+                    engine.update_weights(models[0], 4, expected=given)
+            else:
+                engine.update_weights(models[0], 4, expected=given)
+        found = engine.generate(PROMPTS, Sampling(n=4, max_new_tokens=24))
+        print("bf16: probe", engine.proof, "sampled, largest", gap(engine.model, found, Sampling()))
 
 
 def test_a_server_that_dies_under_load_is_started_again(interpreter, folder, models, tmp_path):
