@@ -121,12 +121,12 @@ def needed(control: dict[str, Any], cells: dict[str, tuple[str, str]]) -> set[st
         binds, uses = found[name]
         wanted |= uses - there
         there |= binds
-    order, keep = list(cells), set[str]()
+    order, keep, before = list(cells), set[str](), set[str]()
     for name in reversed(order[: max(map(order.index, control["again"]))]):
         binds, uses = found[name]
-        if name not in control["again"] and binds & wanted:
+        if binds & before or (binds & wanted and name not in control["again"]):
             keep.add(name)
-            wanted |= uses
+            before |= uses
     return keep
 
 
