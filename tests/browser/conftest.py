@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import nbformat
 import pytest
 
+from moekit.launch.job import attach
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page, Request, WebSocket
 
@@ -150,7 +152,7 @@ class Sheet:
         page.on("request", self._asked)
         page.on("websocket", self._connected)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("console", lambda told: told.type == "error" and self.complaints.append(told.text))
+        page.on("console", lambda told: "Error setting state" in told.text and self.complaints.append(told.text))
         page.goto(f"{lab.url}/lab/workspaces/{label}/tree/{name}?token={lab.token}")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.panel.locator(".jp-Cell").first.wait_for()
@@ -268,6 +270,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             shutil.copy(path, made.root)
         shutil.copytree(NOTEBOOKS / "pictures", made.root / "pictures")
         yield made
+    for path in (made.root / "runs").glob("*/state.json"):
+        attach(path.parent).stop()  # of a test that failed: a detached job would go on for ever
 
 
 @pytest.fixture(scope="session")
