@@ -116,9 +116,9 @@ def plan(
     Cost: about a millisecond for each option; rows of a step are made once.
 
     >>> from moekit.config import SFTConfig
-    >>> p = plan("OLMoE-1B-7B", SFTConfig("", "", dtype="bfloat16", batch_rows=16), world=8, memory=80e9)
-    >>> p.best.dp, p.best.zero, p.best.fits
-    (8, 2, True)
+    >>> p = plan("OLMoE-1B-7B", SFTConfig("", "", dtype="bfloat16"), world=8, memory=40e9, pp=[1], recompute=["none"])
+    >>> p.best.dp, p.best.ep, p.best.total < 40e9, p.rows["policy/backward"]
+    (8, 8, True, 524288)
     """
     shape = model_shape(model) if isinstance(model, str) else model
     name = model if isinstance(model, str) else f"a model of {number(parameter_counts(model)['total'])} parameters"
@@ -154,10 +154,10 @@ def plan(
 
 def _order(o: Option) -> tuple[float, ...]:
     """Best first: least time, or without unit costs least wire and recomputation; of what does not fit least memory."""
+    again = ("none", "moe", "block").index(o.recompute)
     if not o.fits:
-        return (o.total,)
-    first = o.seconds["total"] if o.seconds else o.wire["total"]
-    return first, ("none", "moe", "block").index(o.recompute), o.total
+        return o.total, again
+    return (o.seconds or o.wire)["total"], again, o.total
 
 
 @dataclass(frozen=True)

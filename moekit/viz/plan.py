@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import BackendError, ConfigError
 from .headline import COLOUR
 from .progress import place, put
-from .theme import INK, MUTED, SERIES, SIZE, Figure, bundle, figure, names_axis, need, note, tint
+from .theme import INK, MUTED, PAPER, SERIES, SIZE, Figure, bundle, figure, names_axis, need, note, tint
 
 STATE = {"parameters": 1.0, "gradients": 0.8, "masters": 0.66, "moments": 0.52, "mxfp8": 0.42, "activations": 0.3,
          "recomputed": 0.2, "dispatch": 0.12}  # fmt: skip
@@ -56,7 +56,8 @@ def plan_figure(plan: Any, most: int = 12) -> Figure:
                  bargap=0.3, margin=margin, hovermode="closest")  # fmt: skip
     for part in parts:
         x = [o.at_peak.get(part, 0) / unit for o in shown]
-        fig.add_bar(x=x, y=names, orientation="h", name=part, marker={"color": LOOK[part][0], "line": {"width": 0.5}},
+        look = {"color": LOOK[part][0], "line": {"width": 0.5, "color": PAPER}}
+        fig.add_bar(x=x, y=names, orientation="h", name=part, marker=look,
                     hovertemplate=f"%{{y}}<br>{part}: %{{x:.4g}} {word}<extra></extra>")  # fmt: skip
     for o, name in zip(shown, names):
         colour = INK if o.fits else SERIES[1]
@@ -68,23 +69,23 @@ def plan_figure(plan: Any, most: int = 12) -> Figure:
     axis = names_axis(names) | {"autorange": False, "range": [len(names) - 0.5, -0.5]}
     fig.update_layout(yaxis=axis, xaxis={"title": f"bytes of a rank, {word}", "range": [0, reach], "showgrid": True})
     if near:
-        line = {"color": SERIES[1], "width": 2}
+        line = {"color": INK, "width": 2}
         fig.add_shape(type="line", x0=near / unit, x1=near / unit, y0=0, y1=1, xref="x", yref="paper", line=line)
         words = f"memory of a rank, {near / unit:.4g} {word}"
-        note(fig, words, near / unit / reach, 1, stand="right bottom", shift=(4, 3), colour=SERIES[1])
+        note(fig, words, near / unit / reach, 1, stand="right bottom", shift=(4, 3))
     return fig
 
 
 def _legend(fig: Figure, owner: str, parts: list[str], up: float) -> None:
     """An owner's components in their colours, in one line above the bars."""
     colour = COLOUR.get(owner, COLOUR["engine"])
-    note(fig, f"<b>{owner}</b>", 0, 1, stand="left bottom", shift=(0, up), colour=colour)
+    note(fig, f"<b>{owner}</b>", 0, 1, shift=(0, up + 9), colour=colour)
     x = 116.0
     for part in parts:
         words = part.split("/")[-1].replace("_", " ") if part != owner else "parameters"
-        note(fig, "■", 0, 1, stand="left bottom", shift=(x, up - 1), colour=LOOK[part][0], size=SIZE["title"])
-        note(fig, words, 0, 1, stand="left bottom", shift=(x + 16, up), colour=MUTED, size=SIZE["tick"])
-        x += 30 + 6.3 * len(words)
+        note(fig, "■", 0, 1, shift=(x, up + 9), colour=LOOK[part][0], size=SIZE["title"])
+        note(fig, words, 0, 1, shift=(x + 17, up + 9), colour=MUTED, size=SIZE["tick"])
+        x += 33 + 6.3 * len(words)
 
 
 class Planner:

@@ -300,6 +300,9 @@ def test_a_floor_from_peak_figures():
     work = Work.of(Batch.make(torch.zeros(2, 512)))
     assert one.best.seconds["total"] == pytest.approx(
         step_flops(preset("tiny"), Work(1024, 1024, 1024, work.pairs))["total"], rel=1e-6)  # fmt: skip
+    slow = plan("tiny", config, 1, costs=UnitCosts.peak("one", 1e30, 1e-3), **how).best.seconds["total"]
+    both = plan("tiny", config, 1, costs=UnitCosts.peak("one", 1.0, 1e-3), **how).best.seconds["total"]
+    assert both == pytest.approx(max(slow, one.best.seconds["total"])) and min(slow, both) > 0
     two = plan("tiny", config, 2, costs=UnitCosts.peak("one", 1e30, 1e30, 1.0), ep=[1], **how)
     assert two.best.seconds["total"] == two.best.wire["total"] and "floor" in two.verdict
     assert plan("tiny", config, 2, costs=UnitCosts.peak("one", 1.0, 1.0), **how).best.seconds is None
