@@ -153,10 +153,9 @@ class RLConfig(RunConfig):
             f"staleness={old} samples while the learner trains, which engine='embedded' cannot; take engine='process'",
         )
         ep = self.serve_ep
-        _need(ep is None or ep >= 1, f"serve_ep={ep} must be at least 1 rank")
         _need(
-            ep is None or self.engine == "embedded",
-            f"serve_ep={ep} is of engine='embedded'; engine={self.engine!r} has all experts on each rank or on its own",
+            ep is None or (ep >= 1 and self.engine == "embedded"),
+            f"serve_ep={ep} must be at least 1 rank, of engine='embedded'; engine={self.engine!r} has all of them",
         )
         _need(self.engine_seconds >= 0, f"engine_seconds={self.engine_seconds} must be at least 0")
         _need(

@@ -169,7 +169,7 @@ def test_experts_served_at_another_degree_than_trained(kit, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [({"serve_ep": 3}, "serve_ep=3: 4 experts cannot be split over ep=3"), ({"serve_ep": 2}, "serve_ep=2: 1 ranks"),
-     ({"serve_ep": 0}, "at least 1"), ({"serve_ep": 1, "engine": "process"}, "engine='process' has all experts"),
+     ({"serve_ep": 0}, "at least 1"), ({"serve_ep": 1, "engine": "process"}, "engine='process' has all"),
      ({"engine_seconds": -1.0}, "at least 0")],
 )  # fmt: skip
 def test_settings_are_checked_before_any_work(kit, tmp_path, changes, says):
