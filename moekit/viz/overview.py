@@ -193,9 +193,9 @@ def load(
         routing.ratio_map(fig, load_LE, experts, list(layers), words, 2, hover=hover[0], bar=1.01)
         routing.ratio_map(fig, load_SE.T, when, experts, None, 2, hover=hover[1], bar=None, axes="2")
         heads = [f"expert load over the balanced share at step {step:,}", f"of layer {layer} over the steps"]
-        note(fig, "◂", 0.44, layer, axes=("paper", "y"), shift=(1, 0))
-        at = str(min(steps, key=lambda s: abs(s - step)))
-        note(fig, "▾", at, 1, axes=("x2", "paper"), stand="center bottom", shift=(0, -6))
+        note(fig, "◂", 0.44, 1 - (layers.index(layer) + 0.5) / len(layers), shift=(1, 0))
+        near = min(range(len(steps)), key=lambda i: abs(steps[i] - step))  # by place: plotly takes "119" for a number
+        note(fig, "▾", 0.56 + 0.44 * (near + 0.5) / len(steps), 1, stand="center bottom", shift=(0, -6))
     for left, text in zip((0.0, 0.56), heads):
         note(fig, text, left, 1, stand="left bottom", shift=(0, 5), colour=MUTED, size=SIZE["tick"])
     return fig
