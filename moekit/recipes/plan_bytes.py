@@ -150,7 +150,11 @@ def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: 
     c = step.config
     if not isinstance(c, RLConfig) or c.engine == "vllm":
         return {}
-    kind, mine, out = DTYPES[c.rollout_dtype or c.dtype], step.mine(rank, world), {"serving": 0, "transfer": 0}
+    kind, mine, out = (
+        DTYPES[c.rollout_dtype or c.dtype],
+        step.mine(rank, world),
+        dict.fromkeys(("serving", "staging", "transfer"), 0),
+    )
     if not shares(c, learner):
         out["serving"] = whole = served_bytes(c, shape)
         kept = c.engine == "process" and device == "cpu" and (c.staleness > 0 or learner.pp * learner.ep > 1)
