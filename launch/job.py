@@ -314,5 +314,4 @@ class Job:
         left = "style='text-align:left'"
         cells = [f"<tr><th {left}>{key}</th><td {left}>{html.escape(value)}</td></tr>" for key, value in self._facts()]
         folder = html.escape(str(self.folder))
-        caption = f"<caption>job <b>{html.escape(self.name)}</b> in <code>{folder}</code></caption>"
-        return f"<table>{caption}{''.join(cells)}</table>"
+        return f"<div>job <b>{html.escape(self.name)}</b> in <code>{folder}</code></div><table>{''.join(cells)}</table>"
