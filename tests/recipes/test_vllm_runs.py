@@ -49,6 +49,7 @@ def served(kit, tmp_path):
         made.append(Fake(kit.shape, tmp_path / "other", **how))
         return made[-1]
 
+    start.made = made
     yield start
     made[-1].kill()
 
@@ -91,15 +92,8 @@ def test_ppo_says_the_gap(kit, served, tmp_path):
     close(tmp_path / "run")
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_server_that_dies_and_comes_back(kit, served, tmp_path, monkeypatch, staleness):
-    """It has other weights then, under no number: it is waited for, gets those of the version that it had, and is asked
-    for what is missing. The run is as without."""
-    grpo.train(run(kit, served().url, tmp_path / "whole", staleness=staleness))
-    asked = []
-    ask = VLLMEngine._read
-    monkeypatch.setattr(VLLMEngine, "_read", lambda *a: asked.append(1) or ask(*a))
-    first = served(stop_after=22)  # between the answers of a step
+def comes_back(first: Fake, served) -> threading.Thread:
+    """A new server at its address, soon after it is gone."""
 
     def again() -> None:
         while first.server.socket.fileno() >= 0:
@@ -109,6 +103,37 @@ def test_a_server_that_dies_and_comes_back(kit, served, tmp_path, monkeypatch, s
 
     thread = threading.Thread(target=again)
     thread.start()
+    return thread
+
+
+@pytest.mark.long
+def test_ranks_that_have_their_answers_do_not_ask_again(kit, served, tmp_path):
+    """The server ends before the last of twelve answers of two ranks: that one is asked for, and what was under way."""
+    whole = served()
+    grpo.train(run(kit, whole.url, tmp_path / "whole"))
+    first, probe, held_out = served(stop_after=4 + 1 + 11), 4, 1
+    thread = comes_back(first, served)
+    one = run(kit, first.url, learner=replace(kit.config(None).learner, ep=2), engine_seconds=60.0)
+    moekit.submit(grpo.train, one, nproc=2, name="run", runs=tmp_path, threads=1).result(timeout=200)
+    thread.join()
+    close(tmp_path / "run")
+    assert records(tmp_path / "run")[-1]["engine/restarts"] == 1
+    assert first.answered == probe + held_out + 11
+    second = served.made[-1].answered
+    assert 0 <= first.answered + second - (whole.answered + probe) <= 2
+    assert [s["answer"] for s in samples(tmp_path / "run")] == [s["answer"] for s in samples(tmp_path / "whole")]
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_server_that_dies_and_comes_back(kit, served, tmp_path, monkeypatch, staleness):
+    """It has other weights then, under no number: it is waited for, gets those of the version that it had, and is asked
+    for what is missing. The run is as without."""
+    grpo.train(run(kit, served().url, tmp_path / "whole", staleness=staleness))
+    asked = []
+    ask = VLLMEngine._read
+    monkeypatch.setattr(VLLMEngine, "_read", lambda *a: asked.append(1) or ask(*a))
+    first = served(stop_after=22)  # between the answers of a step
+    thread = comes_back(first, served)
     grpo.train(run(kit, first.url, tmp_path / "broken", staleness=staleness, engine_seconds=20.0))
     thread.join()
     found = records(tmp_path / "broken")

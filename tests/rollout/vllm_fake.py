@@ -37,7 +37,7 @@ class Fake:
             False,
             False,
         )
-        self.seen: list[str] = []
+        self.seen, self.answered = list[str](), 0
         self.left, outer = stop_after, self
 
         class Handler(BaseHTTPRequestHandler):
@@ -88,6 +88,7 @@ class Fake:
                             self.kill()
                         raise ConnectionError
                 assert not self.torn, "sampled from half an update: this ends vLLM"
+                self.answered += 1
                 return 200, self.answer(**body)
             return self.control(path.partition("?")[0], body)
 
