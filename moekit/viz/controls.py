@@ -112,4 +112,8 @@ class Controls:
         with shown.batch_update():
             for old, new in zip_longest(shown.data, now.data):
                 old.update(new.to_plotly_json() | {"visible": True} if new else {"visible": False}, overwrite=bool(new))
-            shown.layout.update(layout)
+            drawn = {f"{at[0]}axis{at[1:]}" for line in shown.data for at in (line.xaxis or "x", line.yaxis or "y")}
+            nowhere = [
+                key for key in layout if key[1:5] == "axis" and key not in drawn
+            ]  # plotly does not know these yet
+            shown.layout.update({key: value for key, value in layout.items() if key not in nowhere})

@@ -71,7 +71,7 @@ def skew_cost(
         raise DataError(f"skew_cost: every series needs a value for each of {len(skew)} skews")
     fig = figure("What a skewed load costs", "The same rows in all, spread unevenly", height=380,
                  margin={"r": 130, "t": 112})  # fmt: skip
-    panels = (("", (0.0, 0.40), waste, "rows for nothing, %", " %"), ("2", (0.62, 1.0), time, "time / even", ""))
+    panels = (("", (0.0, 0.37), waste, "rows for nothing, %", " %"), ("2", (0.65, 1.0), time, "time / even", ""))
     colours = dict(zip(dict.fromkeys((*waste, *time)), SERIES))
     for suffix, domain, table, words, unit in panels:
         low, high = (0.0, 1.1 * max(1.0, *map(max, table.values()))) if table else (0.0, 1.0)

@@ -100,7 +100,7 @@ def test_ten_thousand_lines_in_ten_seconds(lab: Any, opened: Callable[[str], Any
     folder = lab.root / "runs" / "flood"
     for number in range(3):
         sheet.run(number)
-    button = sheet.panel.locator(".jupyter-button")
+    button = sheet.cell(1).locator(".jupyter-button")
     sheet.until(lambda: sheet.lines(2) and state(folder) == "running", "the figure")
     sheet.listen()
     first, answers = len(sheet.frames), []
@@ -109,7 +109,7 @@ def test_ten_thousand_lines_in_ten_seconds(lab: Any, opened: Callable[[str], Any
     while state(folder) not in ENDED:
         clicked = time.monotonic()
         button.click()
-        sheet.panel.locator(".jupyter-button", has_text=str(len(answers) + 1)).wait_for()
+        sheet.cell(1).locator(".jupyter-button", has_text=str(len(answers) + 1)).wait_for()
         answers.append(time.monotonic() - clicked)
         sheet.sleep(0.3)
     took = time.monotonic() - began
