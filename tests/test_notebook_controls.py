@@ -146,7 +146,7 @@ def run(path: Path, folder: Path) -> list[str]:
     base += [f"_failed += switched_off({control!r}, _cells, globals())" for control in controls]
     base += ["open('failed.json', 'w').write(json.dumps(_failed))"]
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in base]
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     return json.loads((folder / "failed.json").read_text())
 
 
