@@ -6,6 +6,7 @@ that is broken."""
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -84,8 +85,8 @@ class Columns:
         if end == self._offset:
             return again
         self._offset, self._line = end, line
-        found = found[[name for name in found if self._keep(str(name))]].apply(pd.to_numeric, errors="coerce")
-        self.table = joined(pd.concat([self.table, found.astype(float)]) if len(self.table) else found.astype(float))
+        kept: Any = found[[name for name in found if self._keep(str(name))]].apply(pd.to_numeric, errors="coerce")
+        self.table = joined(pd.concat([self.table, kept.astype(float)]) if len(self.table) else kept.astype(float))
         return True
 
     def _goes_on(self) -> bool:

@@ -273,8 +273,8 @@ class RowCounter:
         """Flat scalars of one pass, by moekit's names; another component than the policy's is a prefix.
 
         tokens/<class>: positions. rows/dispatched, elided, dropped, shared and rows/<class> (dispatched rows):
-        summed over layers. rows/backward: dispatched rows of the backward, with pass "forward". load/...: the
-        router's decisions for all tokens (`moekit.measure.routing`); load_supervised/...: for supervised tokens.
+        summed over layers. rows/backward and rows/recompute: dispatched rows of those, with pass "forward". load/...:
+        the router's decisions for all tokens (`moekit.measure.routing`); load_supervised/...: for supervised tokens.
         A position of a shared prompt is one token and K rows, but a decision for each of its children: loads are
         those of the unshared batch.
         """
@@ -291,8 +291,9 @@ class RowCounter:
         if self.top_k:
             out["rows/shared"] = int(m.shared_C.sum()) * self.top_k * len(m.layers)
         out |= {f"rows/{name}": n for name, n in zip(CLASSES, by_class)}
-        if pass_name == "forward" and (component, "backward") in self.measures:
-            out["rows/backward"] = int(self.measures[component, "backward"].dispatched_LCE.sum())
+        for again in ("backward", "recompute") if pass_name == "forward" else ():
+            if (component, again) in self.measures:
+                out[f"rows/{again}"] = int(self.measures[component, again].dispatched_LCE.sum())
         out |= routing.load_metrics(m.decided_LCE[:, :PADDING].sum(1), "load")
         out |= routing.load_metrics(m.decided_LCE[:, SUPERVISED], "load_supervised")
         return out if component == "policy" else {f"{component}_{name}": value for name, value in out.items()}

@@ -85,6 +85,7 @@ def critic_shape(config: RunConfig, shape: ModelConfig) -> ModelConfig:
 def kept_bytes(
     shape, work: Microbatch, dtype, config: LearnerConfig, run: tuple[int, int], device: str
 ) -> tuple[int, int]:
+    """Bytes of the activations of layers [start, stop) and of the largest recomputation, remembered."""
     found = sizes.activation_bytes(shape, work, dtype, config, run, device)
     return found["total"], found["again"]
 
@@ -150,11 +151,8 @@ def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: 
     c = step.config
     if not isinstance(c, RLConfig) or c.engine == "vllm":
         return {}
-    kind, mine, out = (
-        DTYPES[c.rollout_dtype or c.dtype],
-        step.mine(rank, world),
-        dict.fromkeys(("serving", "staging", "transfer"), 0),
-    )
+    kind, mine = DTYPES[c.rollout_dtype or c.dtype], step.mine(rank, world)
+    out: dict[str, int] = {"serving": 0, "staging": 0, "transfer": 0}
     if not shares(c, learner):
         out["serving"] = whole = served_bytes(c, shape)
         kept = c.engine == "process" and device == "cpu" and (c.staleness > 0 or learner.pp * learner.ep > 1)
@@ -173,13 +171,13 @@ def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: 
 
 def served_bytes(config: RLConfig, shape: ModelConfig) -> int:
     """Weights of one engine: of the whole model, or of the slice of its experts that a rank serves."""
-    served = LearnerConfig(ep=getattr(config, "serve_ep", None) or 1)
+    served = LearnerConfig(ep=config.serve_ep or 1)
     return model_bytes(shape, served, 0, DTYPES[config.rollout_dtype or config.dtype])
 
 
 def shares(config: RLConfig, learner: LearnerConfig) -> bool:
     """Whether the engine stands on the learner's own weights (`placement.engine_of`)."""
-    same = config.rollout_dtype in (None, config.dtype) and (getattr(config, "serve_ep", None) or 1) == 1
+    same = config.rollout_dtype in (None, config.dtype) and (config.serve_ep or 1) == 1
     return config.engine == "embedded" and same and learner.pp == learner.ep == 1
 
 
@@ -223,6 +221,7 @@ def wire(
         for name, model, how in (("", shape, learner), ("critic ", critic, own)):
             dp = world // how.pp
             for ranks in step.trained(dp) if model is not None else ():
+                assert model is not None
                 for kind, n in sent_bytes(model, how, dtype, ranks, rank // dp, True).items():
                     out[f"{name}{kind}"] = out.get(f"{name}{kind}", 0.0) + n
         for name, needed in step.scores.items():

@@ -67,7 +67,7 @@ class Step:
         else:
             count, answers, most = config.prompts, config.group, (config.max_prompt, config.max_new_tokens)
         try:
-            given = most if lengths is None else lengths
+            given: Any = most if lengths is None else lengths
             if len(given) == 2 and all(isinstance(n, int) for n in given):
                 if isinstance(config, SFTConfig):
                     packed = config.rows.rows == "packed"

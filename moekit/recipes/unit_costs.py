@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, exp, log
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def measure_unit_costs(
     return UnitCosts(name, device, dtype, tuple(curve), matmul, attention, copy, wire, layer_s, decode)
 
 
-def _best(forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], device: str) -> float:
+def _best(forward: Callable[[], Any], inputs: Sequence[torch.Tensor], device: str) -> float:
     """Seconds of a forward, with its backward where there are inputs to differentiate by: the best of three."""
     spent = []
     for _ in range(4):

@@ -46,7 +46,8 @@ class Comparison:
     @property
     def heads(self) -> tuple[str, str]:
         """What the rates are of, and what the losses."""
-        steps, name = self.table["steps"], str(self.table.attrs["loss"])
+        steps: Any = self.table["steps"]
+        name = str(self.table.attrs["loss"])
         many = f"{steps.min():,}" + (f" to {steps.max():,}" if steps.max() > steps.min() else "")
         rates = f"{many} steps; rates leave the first {self.table['warm-up steps'].iloc[0]} (warm-up) out"
         unit, budget = ", nats a token," * name.endswith("/sft"), number(self.table.attrs["budget"])

@@ -242,7 +242,7 @@ class Dashboard(Following):
         ranks = [rank | _rank_words(rank) for rank in (job.ranks if job is not None else [])[:RANKS]]
         page_.say("state", value=page("dashboard.html.jinja", runs=runs, ranks=ranks))
         why = "no launcher started this run: there is no job here" if job is None else ""
-        cannot = why or job.cannot_resume
+        cannot = job.cannot_resume if job is not None else why
         page_.say("stop", disabled=self._busy or bool(why) or state not in GOING, tooltip=why or controls.STOP)
         page_.say("resume", disabled=self._busy or bool(cannot), tooltip=cannot or controls.RESUME)
         told = self._message or (f"resume: {cannot}" if cannot and state not in GOING else why)

@@ -5,6 +5,7 @@ Axis letters: S steps, L layers that route, E experts."""
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -128,17 +129,17 @@ def _ends(fig: Figure, ends: list[tuple[pd.Series, str, str]], suffix: str, pixe
         note(fig, text, 1, at, axes=(f"x{suffix} domain", f"y{suffix}"), shift=(8, after - before), colour=colour)
 
 
-def passes(table: pd.DataFrame) -> dict[tuple[str, str], pd.Series]:
+def passes(table: pd.DataFrame) -> dict[Any, pd.Series]:
     """Dispatched rows a step of each (component, pass) that was recorded.
     >>> list(passes(pd.DataFrame({"rows/dispatched": [8], "rows/backward": [8], "rows/reference_score": [8]})))
     [('policy', 'forward'), ('policy', 'backward'), ('reference', 'score')]
     """
-    found = {}
+    found: dict[Any, Any] = {}
     for name, rows in table.items():
-        if (m := NAMED_PASS.fullmatch(str(name))) and (m[2] or m[4] in PASS):
+        if (m := NAMED_PASS.fullmatch(str(name))) and (m[2] or str(m[4]) in PASS):
             component, pass_name = m[3] or m[1] or "policy", {"dispatched": "forward"}.get(m[2] or "", m[2] or m[4])
             found[component, pass_name] = rows.fillna(0.0)
-    order = list(PASS)
+    order: list[Any] = list(PASS)
     return dict(sorted(found.items(), key=lambda item: (item[0][0] != "policy", item[0][0], order.index(item[0][1]))))
 
 
@@ -147,7 +148,7 @@ def work(table: pd.DataFrame) -> Figure:
     fig = figure("", width=WIDE, height=40 + 170 + 46, margin={"t": 40, "l": 64, "b": 46, "r": 8}, barmode="stack")
     layer = lambda name, colour, ink, rows: (colour, ink, rows.to_numpy(), f"{name} {number(rows.iloc[-1])}")
     classes = {name: layer(name, CLASS[name], CLASS_TEXT[name], table[f"rows/{name}"].fillna(0.0))
-               for name in CLASSES if f"rows/{name}" in table and table[f"rows/{name}"].any()}  # fmt: skip
+               for name in CLASSES if f"rows/{name}" in table and bool(table[f"rows/{name}"].any())}  # fmt: skip
     parts = {}
     for (component, pass_name), rows in passes(table).items():
         colour, name = tint(PASS[pass_name], 1.0 if component == "policy" else 0.6), f"{component} {pass_name}"

@@ -242,8 +242,9 @@ def test_a_plan_says_what_fits_and_what_would_help():
     many = found.again(world=8)
     assert many.best is not None and many.best.fits and many.best.total <= 80e9
     assert all(o.fits == (o.total <= 80e9) for o in many.options)
-    wire = [o.wire["total"] for o in many.fitting]
-    assert wire == sorted(wire) and many.best.recompute == "none"
+    idle = [round(10 * (o.pp - 1) / (o.microbatches + o.pp - 1)) for o in many.fitting]  # tenths, of 1F1B
+    order = [(share, o.wire["total"]) for share, o in zip(idle, many.fitting)]
+    assert order == sorted(order) and many.best.recompute == "none" and many.best.pp == 1
     table = many.table()
     assert len(table) == len(many.options) and (table["total, GB"] * 1e9).round().tolist() == [
         o.total for o in many.options

@@ -23,7 +23,7 @@ from moekit.workloads import GRPOConfig, PPOConfig
 from .test_placement import config, records, same_run, samples, verifier  # noqa: F401 (a fixture)
 
 sys.path.append(str(Path(__file__).parent.parent / "rollout"))
-from vllm_fake import Fake
+from vllm_fake import Fake  # pyright: ignore[reportMissingImports]
 
 OWN = (
     "probe/",
@@ -49,7 +49,7 @@ def served(kit, tmp_path):
         made.append(Fake(kit.shape, tmp_path / "other", **how))
         return made[-1]
 
-    start.made = made
+    start.made = made  # pyright: ignore[reportFunctionMemberAccess]
     yield start
     made[-1].kill()
 

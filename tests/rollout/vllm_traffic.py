@@ -1,6 +1,6 @@
 """What is said to a vLLM server in one session: to record it from a real one, and to replay it.
 
-    MOEKIT_VLLM_PYTHON=... python tests/rollout/vllm_traffic.py        # records vllm_traffic.json anew
+MOEKIT_VLLM_PYTHON=... python tests/rollout/vllm_traffic.py        # records vllm_traffic.json anew
 """
 
 from __future__ import annotations
