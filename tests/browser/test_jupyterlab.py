@@ -46,7 +46,7 @@ def test_quickstart(lab: Any, opened: Callable[[str], Any]) -> None:
     sheet = opened(path.name)
     sheet.shot("opened")
     sheet.run_all()
-    live = next(i for i, cell in enumerate(code) if "mk.live(" in cell.source)
+    live = next(i for i, cell in enumerate(code) if "mk.dashboard(" in cell.source)
     sheet.wait_cell(live)
     looks: list[tuple[int, float]] = []  # last step and loss in the page, while the job runs
 
