@@ -25,7 +25,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/moekit demo
 
 lab: $(VENV)/.installed-demo
-	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks $(LAB)
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/index.ipynb $(LAB)
 
 test: style
 	$(PYTEST) -m "not long and not browser and not vllm" tests $(NOTEBOOKS)
