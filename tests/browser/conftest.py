@@ -151,12 +151,16 @@ class Sheet:
         page.set_default_timeout(1000 * PATIENCE_S)
         page.on("request", self._asked)
         page.on("websocket", self._connected)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("console", lambda told: "Error setting state" in told.text and self.complaints.append(told.text))
+        page.on("pageerror", lambda error: self._complained(str(error)))
+        page.on("console", lambda told: "Error setting state" in told.text and self._complained(told.text))
         page.goto(f"{lab.url}/lab/workspaces/{label}/tree/{name}?token={lab.token}")
         self.panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
         self.panel.locator(".jp-Cell").first.wait_for()
         self.wait_idle()
+
+    def _complained(self, text: str) -> None:
+        if "Failed to initialize model" not in text:  # of widgets whose kernel was just restarted
+            self.complaints.append(text)
 
     def _asked(self, request: Request) -> None:
         if not request.url.startswith((self.lab.url, "data:", "blob:")):

@@ -261,10 +261,11 @@ def says(sheet: Any, number: int, word: str) -> None:
 
 
 def whole(sheet: Any, number: int, folder: Path) -> None:
-    """Every recorded point of the loss is in the page, exactly."""
+    """Every recorded point of the loss is in the page, exactly, and the load of the experts is drawn."""
     want = recorded(folder, "loss/sft")
     assert 3 <= len(want[0]) <= 1000 and want[0] == list(range(len(want[0])))
     sheet.until(lambda: sheet.lines(number).get("loss/sft") == want, "the whole history")
+    sheet.until(lambda: sheet.cell(number).locator(".heatmaplayer image").count() >= 2, "the load of the experts")
 
 
 def test_stop_restart_and_attach_to_the_stopped_job(lab: Any, small: str, opened: Callable[[str], Any]) -> None:
