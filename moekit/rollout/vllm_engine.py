@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -86,6 +87,7 @@ class VLLMEngine:
         self._gate, self._paused, self._asking, self._stopped = threading.Condition(), False, 0, False
         self._attached, self._routes, self._kept = False, None, dict[str, tuple[Answer, Tensor | None]]()
         self._folder = tempfile.mkdtemp(prefix="moekit-vllm-", dir=folder or "/dev/shm")
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, True)  # also of an engine nobody closed
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +98,7 @@ class VLLMEngine:
     def close(self) -> None:
         """Let go of vLLM and of the folder."""
         self.link.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
 
     @cached_property
     def model(self) -> Transformer:
