@@ -28,6 +28,7 @@ class Controls:
         self._base = need("plotly.graph_objects", "a dashboard's page").FigureWidget
         self._figure = type("FigureWidget", (self._base,), {"open": lambda _: None})
         self.figures: dict[str, Any] = {}
+        self._drawn: set[str] = set()  # those that a page has told of
         self.follows = True  # whether the step slider follows the last step
         self._setting = 0  # the thread that sets widgets: what it changes, nobody has chosen
         wide, look = {"width": "100%"}, {"style": {"description_width": "initial"}}
@@ -105,6 +106,10 @@ class Controls:
             widget._config = widget._config | {"displayModeBar": False}
             widget._widget_layout = deepcopy(widget._layout)
             self._base.open(widget)
+            if hasattr(widget.comm, "kernel"):  # else there is no page
+                widget.observe(lambda _: self._drawn.add(name), "_js2py_traceDeltas")
+            else:
+                self._drawn.add(name)
             self.figures[name], self._slots[name].children = widget, (widget,)
             return
         shown = self.figures[name]
@@ -112,8 +117,8 @@ class Controls:
         with shown.batch_update():
             for old, new in zip_longest(shown.data, now.data):
                 old.update(new.to_plotly_json() | {"visible": True} if new else {"visible": False}, overwrite=bool(new))
-            drawn = {f"{at[0]}axis{at[1:]}" for line in shown.data for at in (line.xaxis or "x", line.yaxis or "y")}
-            nowhere = [
-                key for key in layout if key[1:5] == "axis" and key not in drawn
-            ]  # plotly does not know these yet
-            shown.layout.update({key: value for key, value in layout.items() if key not in nowhere})
+            # plotly does not know an axis yet that nothing is drawn on
+            known = {f"{at[0]}axis{at[1:]}" for line in shown.data for at in (line.xaxis or "x", line.yaxis or "y")}
+            shown.layout.update({key: v for key, v in layout.items() if key[1:5] != "axis" or key in known})
+        if name not in self._drawn:  # a page that still loads its scripts misses updates; this it draws when it can
+            shown._widget_data, shown._widget_layout = deepcopy(shown._data), deepcopy(shown._layout)
