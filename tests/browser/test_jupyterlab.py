@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
-STEPS = 60  # of the quickstart's job: enough to be seen under way
+STEPS = 200  # of the quickstart's job: enough to be seen under way
 UPDATES = ("comm_msg", "display_data", "update_display_data")  # messages that change what is drawn
 ENDED = ("finished", "failed", "stopped")
 
