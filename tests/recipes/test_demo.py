@@ -56,6 +56,7 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(module, "TASKS", tasks)
 
 
+@pytest.mark.long
 def test_a_short_demo_leaves_everything_and_may_be_made_again(tmp_path, monkeypatch, capsys):
     small(monkeypatch)
     folder = tmp_path / "runs" / "demo"
