@@ -151,6 +151,8 @@ def work(table: pd.DataFrame) -> Figure:
                for name in CLASSES if f"rows/{name}" in table and bool(table[f"rows/{name}"].any())}  # fmt: skip
     parts = {}
     for (component, pass_name), rows in passes(table).items():
+        if not rows.any():  # a recompute that never was
+            continue
         colour, name = tint(PASS[pass_name], 1.0 if component == "policy" else 0.6), f"{component} {pass_name}"
         parts[name] = layer(name, colour, INK, rows)
     halves = (("routed rows a step by class of position, forward", classes, (0.0, 0.3)),
