@@ -79,6 +79,14 @@ def test_bc_059_the_file_holds_the_moment_of_the_call(tmp_path):
     assert torch.equal(one.model.embed.weight.detach(), before)
 
 
+def damage(folder):
+    """Flip a bit near the end of a rank's file."""
+    file = folder / "rank_00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-3] ^= 1
+    file.write_bytes(raw)
+
+
 def test_existing_folder_other_model_and_altered_file_are_refused(tmp_path):
     one = learner()
     one.save(tmp_path / "c")
@@ -89,10 +97,7 @@ def test_existing_folder_other_model_and_altered_file_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="experts"):
         other.restore(tmp_path / "c")
     assert other.step([batch(0)])["step/index"] == 1  # nothing was read, nothing is broken
-    file = tmp_path / "c" / "rank_00000.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-3] ^= 1
-    file.write_bytes(raw)
+    damage(tmp_path / "c")
     with pytest.raises(CheckpointError, match="rank_00000"):
         one.restore(tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
@@ -105,10 +110,7 @@ def test_a_learner_with_half_a_checkpoint_refuses_until_it_has_a_whole_one(tmp_p
         other.step([batch(step)])
     other.save(tmp_path / "good")
     other.save(tmp_path / "bad")
-    file = tmp_path / "bad" / "rank_00000.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-3] ^= 1
-    file.write_bytes(raw)
+    damage(tmp_path / "bad")
     with pytest.raises(CheckpointError, match="rank_00000"):
         one.restore(tmp_path / "bad")
     for use in (lambda: one.step([batch(2)]), lambda: one.evaluate([batch(2)]), lambda: one.save(tmp_path / "half")):
