@@ -124,7 +124,8 @@ def test_the_timing_code_runs(gpu, monkeypatch, capsys):
         assert f"{product}, against grouped_mm" in said.out
     for name in ("permute", "combine", "quantise both", "put", "log-probs", "choice", "plan", "MXFP8 GEMM"):
         assert f"\n{name}" in "\n".join(line[8:] for line in said.out.splitlines())
-    assert "NARROW = {128: Tile(128, " in said.out and "WEIGHTS = {2: Tile(" in said.out
+    for line, tiles in (("NARROW = {128: Tile(", gpu.GEMM_TILES), ("WEIGHTS = {2: Tile(", gpu.WEIGHT_TILES)):
+        assert any(f"{line}{', '.join(map(str, tile))})}}" in said.out for tile in tiles), said.out
 
 
 def small(empty):

@@ -113,7 +113,8 @@ class Controls:
             self.figures[name], self._slots[name].children = widget, (widget,)
             return
         shown = self.figures[name]
-        shown.add_traces(now.data[len(shown.data) :])  # rarely any
+        if more := now.data[len(shown.data) :]:  # rarely any, and none would cost four messages as well
+            shown.add_traces(more)
         with shown.batch_update():
             for old, new in zip_longest(shown.data, now.data):
                 old.update(new.to_plotly_json() | {"visible": True} if new else {"visible": False}, overwrite=bool(new))
