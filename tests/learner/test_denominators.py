@@ -80,7 +80,11 @@ def test_bc_018_divided_once_for_every_number_of_microbatches():
 
 
 def test_bc_008_a_row_without_target_counts_in_neither_sum():
-    assert step([rows(IGNORED, [1, 2, 3])]) == pytest.approx((2.0, 2.0), abs=1e-12)
+    """As a document it counts in no convention; 1.0 would be the mean with a sample of loss 0."""
+    for mode in ("global_tokens", "sequence_mean", "microbatch_mean", "rank_mean"):
+        for cut in ([rows(IGNORED, [1, 2, 3])], [rows(IGNORED), rows([1, 2, 3])]):
+            assert step(cut, mode) == pytest.approx((2.0, 2.0), abs=1e-12), mode
+    assert step([rows(IGNORED, [1, 2, 3])], "constant", constant_length=4) == pytest.approx((1.5, 1.5), abs=1e-12)
 
 
 def test_all_denominators_by_hand():

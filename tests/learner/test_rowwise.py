@@ -218,3 +218,27 @@ def test_no_host_read_and_no_shape_from_data(fake_world, monkeypatch):
         faked(lambda name=name: RowwiseDispatcher(fake_world, 4, name, 1.25), fake_world)
     with pytest.raises(DataDependentOutputException):
         faked(lambda: SyncDispatcher(fake_world, 4), fake_world)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bc_033_a_buffer_keeps_rows_by_position(size):
+    """BC-033: two positions want expert 0, gates 0.6 and 0.9. Room for one: the first is served, the second comes out
+    as exactly 0, has no gradient and is counted. Room for both: both are served, none is dropped."""
+    dispatcher = RowwiseDispatcher(World(), 2, "padded", 1.0)
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    gate = torch.tensor([[0.6], [0.9]], dtype=torch.float64, requires_grad=True)
+    g = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(*n, generator=g, dtype=torch.float64).requires_grad_() for n in ((2, 6, 2), (2, 2, 3)))
+    served = torch.tensor([[True], [size == 2]])
+    dispatcher.capacity = size / 2
+    y, counts = dispatcher(x, torch.zeros(2, 1, dtype=torch.long), gate, up, down, torch.tensor([0, 1]), (2,))
+    whole = ops.swiglu(x @ up[0].T) @ down[0].T
+    torch.testing.assert_close(y, gate * whole * served)
+    assert y[1].any() == (size == 2)
+    assert counts.dropped_C.tolist() == [0, 2 - size, 0, 0]
+    assert counts.dispatched_CE.tolist() == [[1, 0], [size - 1, 0], [0, 0], [0, 0]]
+    leaves = (x, gate, up, down)
+    got = torch.autograd.grad(y.sum(), leaves)
+    for a, b in zip(got, torch.autograd.grad((gate * whole * served).sum(), leaves)):
+        torch.testing.assert_close(a, b)
+    assert (size == 2) == bool(got[0][1].any()) == bool(got[1][1].any())

@@ -15,6 +15,7 @@ from moekit.errors import CheckpointError, LearnerError, StorageError
 from moekit.learner.learner import Learner
 from moekit.learner.mesh import World
 from moekit.learner.optimizer import KINDS
+from moekit.learner.weights import from_checkpoint
 from moekit.model.transformer import Transformer
 from moekit.objectives.sft import SFT
 
@@ -67,6 +68,20 @@ def test_a_bf16_parameter_is_its_rounded_master(tmp_path):
         assert torch.equal(p.detach(), held[f"{name}.master"].bfloat16()), name
         assert held[f"{name}.exp_avg"].dtype == torch.float32
     assert any((held[f"{n}.master"] != p.float()).any() for n, p in one.model.named_parameters())
+
+
+def test_bc_038_a_checkpoint_keeps_the_bias_that_bfloat16_would_round(tmp_path):
+    """BC-038: [7.000, 7.010, ...] is the same in bfloat16; saved, resumed and loaded in bfloat16 it stays float32."""
+    one, bias = learner(torch.bfloat16), torch.tensor([7.0, 7.01, 7.02, 6.99])
+    one.model.layers[0].moe.router.selection_bias.copy_(bias)
+    one.save(tmp_path / "c")
+    again = learner(torch.bfloat16)
+    again.restore(tmp_path / "c")
+    loaded = from_checkpoint(tmp_path / "c", dtype="bfloat16")
+    for model in (again.model, loaded):
+        held = model.layers[0].moe.router.selection_bias
+        assert held.dtype == torch.float32 and torch.equal(held, bias)
+        assert model.layers[0].moe.router.weight.dtype == torch.bfloat16
 
 
 def test_bc_059_the_file_holds_the_moment_of_the_call(tmp_path):

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moekit.config import LearnerConfig, ModelConfig
+from moekit.config import LearnerConfig, ModelConfig, RouterLossConfig
 from moekit.data.batch import Batch
 from moekit.learner.learner import Learner
+from moekit.learner.optimizer import KINDS
 from moekit.model.transformer import Transformer
 from moekit.objectives.grpo import GRPO
 from moekit.objectives.ppo import PPO, ValueLoss, explained_variance
 from moekit.objectives.reward_model import RewardModel
+from moekit.objectives.sft import SFT
 
 ROWS, WIDTH = 4, 12
 SHAPE = ModelConfig(vocab=31, width=16, layers=2, heads=2, kv_heads=2, head_dim=8, experts=4, top_k=2, expert_width=8)
@@ -111,3 +113,42 @@ def test_nothing_to_learn_from():
                        extra=batch.extra)  # fmt: skip
     metrics = learner(GRPO()).step([batch])
     assert metrics["step/skipped"] == 1 and metrics["loss/grpo"] == 0.0 and metrics["grpo/ratio"] == 0.0
+
+
+def test_bc_014_router_losses_alone_move_nothing():
+    """BC-014: in a step without a label the router losses and the selection bias have no part either."""
+    model = Transformer(replace(SHAPE, selection_bias=True), seed=0, dtype=torch.float64)
+    router = RouterLossConfig(balance=0.1, z=0.1)
+    one = Learner(model, GRPO(), LearnerConfig(lr=0.1, weight_decay=0.1, router=router, bias_rate=0.1))
+    batch = rollout()
+    one.step([batch])
+    held = lambda: (
+        {f"{n} {kind}": x for kind in KINDS for n, x in one.gathered(kind).items()}
+        | {n: b.clone() for n, b in model.named_buffers()}
+    )
+    before = held()
+    assert all(x.any() for n, x in before.items() if "exp_avg" in n or "bias" in n)
+    ignored = replace(batch, labels=torch.full_like(batch.labels, -100))
+    metrics = one.step([ignored, ignored.empty()])
+    assert metrics["step/skipped"] == 1 and metrics["loss/total"] == metrics["grad/norm"] == metrics["lr"] == 0.0
+    assert not any(g.any() for g in one.gradient().values())
+    assert all(torch.equal(before[n], x) for n, x in held().items())
+
+
+def test_bc_040_every_layer_that_routes_moves_its_bias_by_this_steps_choices():
+    """BC-040: layer 0 has no router; choices [5, 1, 0] move layer 1 by -u, u, u; the next step's count is its own."""
+    shape = replace(SHAPE, layers=3, experts=3, top_k=1, dense_layers=(0,), dense_width=8, selection_bias=True)
+    model = Transformer(shape, seed=0)
+    one = Learner(model, SFT(), LearnerConfig(bias_rate=0.001))
+    segment = torch.tensor([[0] * 4 + [-1] * 2, [0] * 2 + [-1] * 4])
+    batches = Batch.make(torch.ones(2, 6, dtype=torch.long), segment=segment).split(1)
+    steps = (  # choices of layers 1 and 2 in two microbatches, padding's behind them; how often each bias has moved
+        ([[0, 0, 0, 1, 2, 2], [2, 2, 2, 1, 0, 0]], [[0, 0, 2, 2, 2, 2], [2, 2, 0, 0, 0, 0]], [-1, 1, 1], [1, 1, -1]),
+        ([[1, 1, 1, 1, 2, 2], [0, 1, 2, 0, 0, 0]], [[1, 1, 2, 2, 2, 2], [1, 2, 0, 0, 0, 0]], [0, 0, 2], [1, 1, -1]),
+    )
+    for *choices, first, second in steps:
+        replay = [[torch.tensor(chosen)[:, None] for chosen in layers] for layers in choices]
+        assert one.step(batches, replay=replay)["step/skipped"] == 0
+        for layer, want in ((1, first), (2, second)):
+            bias = model.blocks[layer].moe.router.selection_bias
+            torch.testing.assert_close(bias, torch.tensor(want) * 0.001, rtol=0, atol=1e-9)
