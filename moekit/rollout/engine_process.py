@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import errors, ops
 from ..config import ModelConfig
-from ..errors import BackendError, ConfigError, EngineError
+from ..errors import BackendError, ConfigError, EngineError, TransferError
 from ..measure.tokens import RowCounter
 from ..model.transformer import Transformer
 from .embedded import DTYPES
@@ -297,9 +297,13 @@ class _Host:
                     self.ring = SharedRing.make(mine, chunk_bytes=self.chunk_bytes, timeout=self.stall_s)
                 try:
                     sent = self.ring.send(source, verify=verify)
-                except BaseException as problem:
+                except TransferError:
                     list(self.replies())  # raises what the engine says of it
-                    raise problem from None
+                    raise
+                except BaseException:  # not of the way: of who makes the chunks, and that is told
+                    with suppress(Exception):
+                        list(self.replies())
+                    raise
                 return sent, next(self.replies())[0]["seconds"]
         except BaseException:
             self.ring = None

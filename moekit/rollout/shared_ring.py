@@ -64,6 +64,7 @@ class SharedRing(Transport):
             finally:
                 os.close(fd)
         except OSError as problem:
+            line.close()  # or the other end waits for one
             raise StorageError(
                 f"a ring of {size:,} bytes of shared memory in {folder} cannot be made ({problem.strerror}); make it "
                 "larger (docker: --shm-size), or take fewer slots or smaller chunks"

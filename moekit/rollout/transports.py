@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import ConfigError, StorageError, TransferError
@@ -80,11 +82,24 @@ class PointToPoint(Transport):
             raise TransferError(f"rank {self.peer} of the transfer cannot be reached: {problem}") from None
 
 
+def put_file(path: Path, tensors: Mapping[str, Tensor], head: str = "") -> None:
+    """A safetensors file, which is there under its name when it is whole. Raises StorageError: no room for it."""
+    new = path.with_name("new")
+    try:
+        save_file(dict(tensors), new, {"head": head} if head else None)
+        new.rename(path)
+    except (OSError, SafetensorError) as problem:
+        new.unlink(missing_ok=True)
+        need = f"{sum(t.nbytes for t in tensors.values()):,} more bytes ({problem})"
+        how = "make room, or have less wait there (ahead=, chunk_bytes=)"
+        raise StorageError(f"{path.parent} did not take {need}; {how}") from None
+
+
 class FileDrop(Transport):
     """Files in one folder, for an engine that shares a (memory) file system and nothing else.
 
-    A chunk is a file: 8 bytes with the length of a JSON head, the head, raw numbers. It appears under its name when it
-    is whole, and goes when it was read. Nothing tells the sender that the last chunk was read.
+    A chunk is a safetensors file, its head in the metadata. It appears under its name when it is whole, and goes when
+    it was read. Nothing tells the sender that the last chunk was read.
 
     Args:
         root: the folder of all updates.
@@ -102,22 +117,11 @@ class FileDrop(Transport):
         if self.ahead is not None and self.count >= self.ahead:
             due = self._file(self.count - self.ahead)
             self._wait(lambda: not due.exists(), "read")
-        text, new = json.dumps(head).encode(), self.folder / "new"
-        text += b" " * (-(8 + len(text)) % 64)  # numbers begin where any dtype may
-        parts = [len(text).to_bytes(8, "little") + text] + ([] if data is None else [data.cpu().numpy().data])
         try:
             self.folder.mkdir(parents=True, exist_ok=self.count > 0)
-            with open(new, "wb", buffering=0) as f:
-                for part in map(memoryview, parts):
-                    while part:
-                        part = part[f.write(part) :]
-            new.rename(self._file(self.count))
         except FileExistsError:
             raise ConfigError(f"{self.folder} is there already; give every update a name of its own") from None
-        except OSError as problem:
-            need = f"{sum(map(len, parts)):,} more bytes ({problem.strerror})"
-            how = "make it larger, or let fewer chunks wait (ahead=)"
-            raise StorageError(f"{self.folder} did not take {need}; {how}") from None
+        put_file(self._file(self.count), {} if data is None else {"data": data}, json.dumps(head))
         self.count += 1
 
     def _get(self) -> tuple[dict[str, Any], Tensor | None]:
@@ -125,16 +129,14 @@ class FileDrop(Transport):
         self._wait(lambda: file.exists() or failed.exists(), "written")
         if failed.exists():
             return {"failed": failed.read_text()}, None
-        size = file.stat().st_size
-        raw = torch.from_file(str(file), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        try:
+            with safe_open(file, "pt") as f:
+                head, data = json.loads(f.metadata()["head"]), f.get_tensor("data") if f.keys() else None
+        except SafetensorError as problem:
+            raise TransferError(f"{file} is cut or damaged ({problem}); send all again") from None
         file.unlink()  # the mapping keeps the numbers until they were taken
         self.count += 1
-        begin = 8 + int.from_bytes(raw[:8].numpy().tobytes(), "little")
-        try:
-            head = json.loads(raw[8:begin].numpy().tobytes())
-        except ValueError:
-            raise TransferError(f"{file} is cut or damaged: it has no whole head") from None
-        return head, raw[begin:] if "bytes" in head else None
+        return head, data
 
     def _settle(self, problem: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

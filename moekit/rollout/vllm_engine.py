@@ -83,7 +83,7 @@ class VLLMEngine:
         self.tolerance, self.need_proof, self.probe_ids = tolerance, need_proof, probe_ids(config)
         self.stats, self.unproved, self.restarts, self.proof = Stats(), 0, 0, Proof(0.0, 0.0, False)
         self._version, self._given, self._broken, self._old = version, False, "", None
-        self._due = version  # of the weights that `model` holds
+        self._due: int | None = version  # of the weights that `model` holds; None = of no version, they are a mixture
         self._gate, self._paused, self._asking, self._stopped = threading.Condition(), False, 0, False
         self._attached, self._routes, self._kept = False, None, dict[str, tuple[Answer, Tensor | None]]()
         self._folder = tempfile.mkdtemp(prefix="moekit-vllm-", dir=folder or "/dev/shm")
@@ -158,10 +158,12 @@ class VLLMEngine:
             for s in range(sampling.n)
         ]
         names = [json.dumps(request) for request in requests]
-        missing = [i for i, name in enumerate(names) if name not in self._kept]
+        found = {name: self._kept[name] for name in names if name in self._kept}
+        missing = [i for i, name in enumerate(names) if name not in found]
 
         def keep(at: int, reply: dict[str, Any]) -> None:
-            self._kept[names[missing[at]]] = self._read(reply, requests[missing[at]][0])
+            name = names[missing[at]]
+            found[name] = self._kept[name] = self._read(reply, requests[missing[at]][0])
             if told:
                 told(len(requests) - len(missing) + at + 1, len(requests))
 
@@ -169,9 +171,9 @@ class VLLMEngine:
             self.link.ask([requests[i] for i in missing], keep)
         out = [Rollout(list(p), None, []) for p in prompts]
         for at, name in enumerate(names):
-            answer, out[at // sampling.n].prompt_experts = self._kept[name]
+            answer, out[at // sampling.n].prompt_experts = found[name]
             out[at // sampling.n].answers.append(answer)
-        self._kept.clear()
+            self._kept.pop(name, None)
         return out
 
     def score(
@@ -200,10 +202,8 @@ class VLLMEngine:
 
     def update(self, source: Iterable[Chunk], version: int, mode: str = "in_place") -> Sent:
         """Take new weights as chunks of our parameters; all of them must come."""
-        began, new = time.perf_counter(), Update(self.model, version, "in_place")
-        for chunk in source:
-            new.write(chunk)
-        new.check()
+        began = time.perf_counter()
+        self._take(source, version)
         cast = time.perf_counter() - began
         return self.update_weights(self.model, version, mode) + Sent(0, {"cast": cast})
 
@@ -228,9 +228,9 @@ class VLLMEngine:
         if self._given and not self._broken and version == self._version == self._served():
             return Sent()
         if source is not self.model:
-            own, new = held(self.model), Update(self.model, version, "in_place")
-            for chunk in chunks(pieces_of(source, own), dtype={n: flat.dtype for n, (_, flat) in own.items()}):
-                new.write(chunk)
+            own = held(self.model)
+            own_dtypes = {n: flat.dtype for n, (_, flat) in own.items()}
+            self._take(chunks(pieces_of(source, own), dtype=own_dtypes), version)
         self._due = version
         self.attach()
         with self._alone():
@@ -257,6 +257,13 @@ class VLLMEngine:
             self._old = now
             self.follow(version)
         return sent
+
+    def _take(self, source: Iterable[Chunk], version: int) -> None:
+        """The trainer's side of an update; whatever ends it half-way, nobody is given a mixture."""
+        self._due, new = None, Update(self.model, version, "in_place")
+        for chunk in source:
+            new.write(chunk)
+        new.check()
 
     def _prove(self, now: Reading, before: Reading | None, expected: Tensor | None) -> None:
         how: dict[str, Any] = {"dtype": self.dtype, "tolerance": self.tolerance, "expected": expected}
@@ -294,6 +301,10 @@ class VLLMEngine:
                 time.sleep(0.25)
         if whole or "model" not in vars(self):
             return Sent()
+        if self._due is None:
+            raise EngineError(
+                "there are no weights to give to vLLM again: an update ended half-way. Update the weights"
+            )
         self.restarts, self._broken = self.restarts + 1, self._broken or "it lost its weights"
         return self.update_weights(self.model, self._due)
 

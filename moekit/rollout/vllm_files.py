@@ -5,17 +5,15 @@ The other end is `moekit.rollout.vllm_plugin`.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from ..checkpoint.names import Piece
-from ..errors import EngineError, StorageError
+from ..errors import EngineError
 from ..model.transformer import Transformer
+from .transports import put_file
 from .vllm_messages import Link
 from .weight_transfer import Sent
 
@@ -43,18 +41,14 @@ def send(
     for at, some in enumerate(_files(pieces, model.head_weight.itemsize, chunk_bytes)):
         began, path = time.perf_counter(), folder / f"{version}-{at}.safetensors"
         values = {p.name: own[p.parameter].detach().view(-1)[p.start : p.stop].view(p.shape).cpu() for p in some}
-        need, free = sum(v.nbytes for v in values.values()), shutil.disk_usage(folder).free
+        put_file(path, values)
+        wrote = time.perf_counter()
         try:
-            if need + (1 << 16) > free:
-                raise StorageError(f"{folder} needs {need:,} bytes and has {free:,} free; make room, or give a smaller "
-                                   "chunk_bytes or another folder")  # fmt: skip
-            save_file(values, path)
-            wrote = time.perf_counter()
             info = {"file": path.name, "bytes": path.stat().st_size, "tensors": len(pieces)}
             link.control("update", update_info=info)
         finally:
             path.unlink(missing_ok=True)
-        size, seconds["wire"] = size + need, seconds["wire"] + wrote - began
+        size, seconds["wire"] = size + sum(v.nbytes for v in values.values()), seconds["wire"] + wrote - began
         seconds["load"] += time.perf_counter() - wrote
     began = time.perf_counter()
     link.control("finish", weight_version=str(version))

@@ -133,7 +133,7 @@ def test_a_refused_update_leaves_the_old_weights(engine, model, want):
         yield from list(chunks(held(model)))[:2]
         raise ConfigError("the learner is out of order")
 
-    with pytest.raises((ConfigError, TransferError), match="the learner is out of order"):
+    with pytest.raises(ConfigError, match="^the learner is out of order"):
         engine.update(fails(), before + 1)
     same(answers(engine), want, {before})
     with pytest.raises(TransferError, match="lacks"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import resource
 import socket
 import sys
 import threading
@@ -31,6 +32,8 @@ from moekit.rollout.vllm_engine import VLLMEngine
 from moekit.rollout.vllm_http import HTTPLink
 from moekit.rollout.vllm_messages import parameters, parse, routed
 from moekit.rollout.vllm_plugin import TORN, inside
+from moekit.rollout.weight_plan import held
+from moekit.rollout.weight_transfer import chunks
 
 TRAFFIC = json.loads(Path(__file__).with_name("vllm_traffic.json").read_text())["exchanges"]
 
@@ -219,6 +222,38 @@ def test_a_server_that_dies_between_answers_and_comes_back(replay):
             new.close()
 
 
+def test_an_update_that_ends_while_weights_come_gives_nobody_a_mixture(replay):
+    """vLLM has what it had, and serves it. A server that was started again gets none of the mixture on our side."""
+
+    def torn(seed: int):
+        yield from list(chunks(held(model(seed))))[:3]
+        raise KeyboardInterrupt
+
+    with VLLMEngine(HTTPLink(replay.url, connections=1), SHAPE) as engine:
+        engine.update_weights(model(1), 1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update(torn(2), 2)
+        assert engine.version == 1 and len(engine.generate(PROMPTS, HOW, prompt_ids=[4, 2])) == 2
+        replay.wrong["/weight_info"] = (200, '{"weight_version": "default"}')
+        asked = len(replay.seen)
+        with pytest.raises(EngineError, match="an update ended half-way. Update the weights"):
+            engine.recover(5.0)
+        assert "/update_weights" not in [path for path, _ in replay.seen[asked:]]
+
+
+def test_a_folder_without_room_is_an_error(replay):
+    """The kernel refuses the bytes (a limit of this process); nothing is left there, and vLLM is told to give up."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with VLLMEngine(HTTPLink(replay.url, connections=1), SHAPE) as engine:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            with pytest.raises(EngineError, match=r"moekit-vllm-\S+ did not take [\d,]+ more bytes .*chunk_bytes="):
+                engine.update_weights(model(1), 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not list(Path(engine._folder).iterdir()) and replay.seen[-1][0] == "/pause?mode=abort"
+
+
 def test_weights_of_the_start_are_not_those_of_version_0(replay):
     """A server that was started again says "default", which stands for version 0 until it was given one."""
     with VLLMEngine(HTTPLink(replay.url, connections=1), SHAPE) as engine:
@@ -230,6 +265,43 @@ def test_weights_of_the_start_are_not_those_of_version_0(replay):
         engine.follow(0)
         with pytest.raises(EngineError, match="those that it was started with.*was it started again"):
             engine.generate(PROMPTS, HOW, prompt_ids=[4, 2])
+
+
+def test_two_callers_and_a_pause(replay):
+    """Who asks beside another gets all that it asked for; `pause` returns when everything is answered."""
+    gate, reply, found = threading.Event(), replay.reply, []
+
+    def held(method, path, body):
+        if body and body.get("token_ids") == PROMPTS[1]:
+            assert gate.wait(20)
+        return reply(method, path, body)
+
+    def until(done) -> None:
+        end = time.monotonic() + 20
+        while not done():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    with VLLMEngine(HTTPLink(replay.url, connections=4), SHAPE) as engine:
+        engine.update_weights(model(1), 1)
+        replay.reply = held
+        both = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, HOW, prompt_ids=[4, 2])))
+        both.start()
+        until(lambda: len(engine._kept) == 2)
+        (first,) = engine.generate(PROMPTS[:1], HOW, prompt_ids=[4])
+        pause = threading.Thread(target=engine.pause)
+        pause.start()
+        pause.join(0.2)
+        assert pause.is_alive() and not found
+        gate.set()
+        pause.join(20)
+        assert not pause.is_alive()
+        both.join(20)
+        assert [a.ids for a in found[0].answers] == [a.ids for a in first.answers] and len(found[1].answers) == 2
+        with pytest.raises(EngineError, match="it is paused"):
+            engine.generate(PROMPTS, HOW)
+        engine.resume()
+        assert len(engine.generate(PROMPTS, HOW, prompt_ids=[4, 2])) == 2
 
 
 # ------------------------------------------------------------------ routes
