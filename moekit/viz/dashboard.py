@@ -14,7 +14,6 @@ widgets are missing, and below the widget in a saved notebook, stands the static
 Axis letters: S steps, L layers that route, E experts."""
 
 import base64
-import io
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -39,7 +38,7 @@ from .theme import MUTED, SERIES, Figure, headline, need, page
 
 GOING = ("starting", "running", "recorded")  # the last: no launcher says when it ends
 SIGNS = {"starting": ("○", MUTED), "running": ("●", SERIES[0]), "recorded": ("○", MUTED), "finished": ("✓", SERIES[2]),
-         "stopped": ("■", MUTED), "failed": ("✕", "#B33A00")}  # fmt: skip
+         "stopped": ("■", MUTED), "failed": ("✕", "#B33A00"), "gone": ("✕", MUTED)}  # fmt: skip
 LINES = 200  # of a log
 RANKS = 64  # shown
 
@@ -62,7 +61,8 @@ def dashboard(job_or_runs: Any, *, metric: str | None = None, interval: float = 
         given = [path for path in sorted(Path(job_or_runs).glob("*/")) if _is_run(path)] or given
     if not given:
         raise ConfigError("there is no run to show; give a job, the path of a run folder, or a list of them")
-    shown = Dashboard([Source(one) for one in given], metric, interval)
+    sources = {source.folder.resolve(): source for source in map(Source, given)}  # one that is given twice is one
+    shown = Dashboard(list(sources.values()), metric, interval)
     shown.start()
     return shown
 
@@ -78,11 +78,17 @@ class Source:
         self.folder, self.job = find_run(run)
         self.name, self.version = self.folder.name, 0
         self._columns = Columns(self.folder / METRICS, lambda name: True)
+        self._marks = [mark for mark in (self.folder, self.folder / "state.json") if mark.exists()]
 
     @property
     def state(self) -> str:
-        """Of the job; "recorded" where no launcher wrote one."""
-        return getattr(self.job, "state", "recorded")
+        """Of the job; "recorded" where no launcher wrote one, "gone" if its folder was deleted."""
+        return getattr(self.job, "state", "recorded") if not self.gone else "gone"
+
+    @property
+    def gone(self) -> bool:
+        """Whether its folder was deleted, or is about to be."""
+        return not all(mark.exists() for mark in self._marks)
 
     @property
     def table(self) -> Any:
@@ -98,7 +104,7 @@ class Source:
         if not len(steps):
             return np.zeros((0, 0)), [], 0, np.zeros((0, 0)), steps, ""
         step = int(steps[max(np.searchsorted(steps, at, "right") - 1, 0)])
-        some = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), overview.BINS)).round().astype(int))]
+        some = np.union1d(steps[:: overview.stride(len(steps), overview.BINS)], steps[-1:])
         found = chunks.series(self.folder / ARRAYS, f"{ARRAY}/decided", {step, *some.tolist()})
         count_SLE = found.values[:, :, [i for i, name in enumerate(CLASSES) if name != "padding"]].sum(2)
         layers = [str(i) for i in chunks.series(self.folder / ARRAYS, "policy/layers", [step]).values[0]]
@@ -109,8 +115,8 @@ class Source:
     def facts(self, state: str) -> list[str]:
         """What a line says about it."""
         facts = [f"step {self.table.index[-1]:,}" if len(self.table) else "no step recorded yet"]
-        if self.job is None:
-            return [*facts, "no launcher wrote its state"]
+        if self.job is None or state == "gone":
+            return [*facts, "its folder was deleted" if state == "gone" else "no launcher wrote its state"]
         facts.append(f"{self.job.nproc} rank{'s' * (self.job.nproc != 1)}")
         return [*facts, str(timedelta(seconds=int(self.job.elapsed))), self.job.reason[:300]]
 
@@ -124,6 +130,8 @@ class Dashboard(Following):
     def __init__(self, sources: list[Source], metric: str | None, interval: float):
         super().__init__(sources[0].name, interval)
         self.sources, self.metric, self.updates = sources, metric, 0
+        for source, name in zip(sources, _names([source.folder for source in sources])):
+            source.name = name
         self.note = missing_widgets()
         self._drawn: dict[str, tuple[Any, Figure]] = {}  # part -> what it was drawn from, and the figure
         self._handle, self._message, self._busy, self._page = None, "", False, None
@@ -149,27 +157,29 @@ class Dashboard(Following):
 
     def stop(self) -> str:
         """Stop the chosen run's job. Returns the state, once no process is left."""
-        return self._do(lambda job: job.stop())
+        return self._do("stop", self.source)
 
     def resume(self) -> Any:
         """Submit the chosen run's job again, to go on from its newest checkpoint (`Job.resume`), and follow it."""
-        self._closed.clear()
-        return self._do(lambda job: job.resume())
+        return self._do("resume", self.source)
 
-    def _do(self, what: Callable[[Any], Any]) -> Any:
-        if self.source.job is None:
-            raise ConfigError(f"{self.source.name} was started by no launcher: there is no job to stop or to resume")
+    def _do(self, what: str, source: Source) -> Any:
+        if source.job is None:
+            raise ConfigError(f"{source.name} was started by no launcher: there is no job to stop or to resume")
+        if what == "resume":
+            self._closed.clear()
         try:
-            return what(self.source.job)
+            return getattr(source.job, what)()
         finally:
             self._nudge()
 
     def _act(self, name: str) -> None:
         """A button: in a thread, for the kernel has other things to do."""
+        source = self.source  # when it was pressed
 
         def run() -> None:
             try:
-                getattr(self, name)()
+                self._do(name, source)
                 self._message = ""
             except Exception as error:  # noqa: BLE001  nobody sees a thread's traceback: it is said in the page
                 self._message = f"{name} failed: {error}"
@@ -177,25 +187,29 @@ class Dashboard(Following):
             self._nudge()
 
         if not self._busy:
-            self._busy, self._message = True, f"{'stopping' if name == 'stop' else 'resuming'} {self.source.name} …"
-            threading.Thread(target=run, name=f"{name} {self.source.name}", daemon=True).start()
+            self._busy, self._message = True, f"{'stopping' if name == 'stop' else 'resuming'} {source.name} …"
+            threading.Thread(target=run, name=f"{name} {source.name}", daemon=True).start()
             self._nudge()
 
     # Looking
 
     def _look(self, last: bool) -> bool:
         with self._page.setting() if self._page else nullcontext():
-            return self._show(last)
+            states = [source.state for source in self.sources]  # before reading: what came before an end is then read
+            try:
+                return self._show(states, last)
+            except MoekitError:
+                if last or [source.gone for source in self.sources] == [state == "gone" for state in states]:
+                    raise
+                return False  # a folder was deleted meanwhile: next time
 
-    def _show(self, last: bool) -> bool:
-        states = [source.state for source in self.sources]  # before reading: what came before an end is then read
+    def _show(self, states: list[str], last: bool) -> bool:
         for source in self.sources:
             source.read()
         over = last or not set(states) & set(GOING)
         chosen, state = self.source, states[self.sources.index(self.source)]
         versions = tuple(source.version for source in self.sources)
-        names = _names([source.folder for source in self.sources])
-        runs = {name: source.table for name, source in zip(names, self.sources)}
+        runs = {source.name: source.table for source in self.sources}
         drawn = [self._draw("progress", versions, lambda: overview.progress(runs, self.metric)),
                  self._draw("work", (chosen, chosen.version), lambda: overview.work(chosen.table)),
                  self._look_at_load(chosen)]  # fmt: skip
@@ -232,7 +246,7 @@ class Dashboard(Following):
         return self._draw("load", key, lambda: overview.load(*found))
 
     def _say(self, states: list[str], chosen: Source, state: str) -> None:
-        page_, job = self._page, chosen.job
+        page_, job = self._page, chosen.job if state != "gone" else None
         assert page_ is not None
         runs = []
         for source, now, look in zip(self.sources, states, overview.looks(len(states))):
@@ -241,7 +255,8 @@ class Dashboard(Following):
                          "chosen": source is chosen, **look})  # fmt: skip
         ranks = [rank | _rank_words(rank) for rank in (job.ranks if job is not None else [])[:RANKS]]
         page_.say("state", value=page("dashboard.html.jinja", runs=runs, ranks=ranks))
-        why = "no launcher started this run: there is no job here" if job is None else ""
+        none = "its folder was deleted" if state == "gone" else "no launcher started this run: there is no job here"
+        why = none if job is None else ""
         cannot = job.cannot_resume if job is not None else why
         page_.say("stop", disabled=self._busy or bool(why) or state not in GOING, tooltip=why or controls.STOP)
         page_.say("resume", disabled=self._busy or bool(cannot), tooltip=cannot or controls.RESUME)
@@ -264,8 +279,6 @@ class Dashboard(Following):
 
     def _twin(self) -> dict[str, Any]:
         """Pictures and numbers of the figures as they are."""
-        from PIL import Image
-
         figures = [need("plotly.graph_objects", "a dashboard's twin").Figure(fig) for _, fig in self._drawn.values()]
         states = ", ".join(f"{s.name} {s.state}" for s in self.sources)
         first = figures[0].layout
@@ -273,15 +286,10 @@ class Dashboard(Following):
         figures[0].update_layout(height=first.height + 50, margin_t=first.margin.t + 50)
         data = {"text/plain": "\n\n".join(map(tables.text, figures))}
         try:
-            pictures = [Image.open(io.BytesIO(static.render(fig, scale=1))).convert("RGB") for fig in figures]
+            picture = static.stacked(figures)
         except MoekitError as error:
             return data | {"text/plain": f"{data['text/plain']}\n(no picture: {error})"}
-        whole = Image.new("RGB", (max(p.width for p in pictures), sum(p.height for p in pictures)), "white")
-        for i, picture in enumerate(pictures):
-            whole.paste(picture, (0, sum(p.height for p in pictures[:i])))
-        out = io.BytesIO()
-        whole.quantize(256, dither=Image.Dither.NONE).save(out, "png")
-        return data | {"image/png": base64.b64encode(out.getvalue()).decode()}
+        return data | {"image/png": base64.b64encode(picture).decode()}
 
     def _ipython_display_(self) -> None:
         if place() != "notebook":
@@ -302,9 +310,13 @@ class Dashboard(Following):
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Short names of folders, with the folder above where two are alike."""
-    names = [folder.name for folder in folders]
-    return [f"{f.parent.name}/{f.name}" if names.count(f.name) > 1 else f.name for f in folders]
+    """Names of folders, with as many folders above as it takes to tell them apart.
+    >>> _names([Path("/runs/a/first"), Path("/runs/b/first")]), _names([Path("/runs/a"), Path("/runs/b")])
+    (['a/first', 'b/first'], ['a', 'b'])
+    """
+    parts = [folder.resolve().parts for folder in folders]
+    cut = (["/".join(part[-count:]) for part in parts] for count in range(1, 1 + max(map(len, parts))))
+    return next(names for names in cut if len(set(names)) == len(names))
 
 
 def _rank_words(rank: dict[str, Any]) -> dict[str, str]:

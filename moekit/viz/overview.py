@@ -59,6 +59,17 @@ def main_loss(table: pd.DataFrame) -> str:
     return next((name for name in found if name not in PARTS), "loss/total")
 
 
+def known(table: pd.DataFrame, name: str) -> pd.Series:
+    """Values of a metric by step, where it has one; of a loss also NaN, at the steps that routed anything.
+    >>> known(pd.DataFrame({"loss/a": [1.0, math.nan, math.nan], "rows/dispatched": [8, 8, None]}), "loss/a").tolist()
+    [1.0, nan]
+    """
+    if name not in table:
+        return pd.Series(dtype=float)
+    loss = name.startswith("loss/") and "rows/dispatched" in table
+    return table[name][table[name].notna() | (table["rows/dispatched"].notna() if loss else False)]
+
+
 def looks(count: int) -> list[dict[str, str]]:
     """Colour and dash of the lines of so many runs."""
     return [{"color": SERIES[i % 6], "dash": DASHES[i // 6 % 3]} for i in range(count)]
@@ -66,32 +77,26 @@ def looks(count: int) -> list[dict[str, str]]:
 
 def progress(runs: Runs, metric: str | None = None) -> Figure:
     """Loss (or `metric`) and rates of each run, one line each, labelled by name and last value."""
-    fig = figure("", width=WIDE, height=40 + 240 + 46, margin={"t": 40, "l": 64, "b": 46, "r": 84})
+    fig = figure("", width=WIDE, height=40 + 240 + 46, margin={"t": 40, "b": 46, "r": 84})
     main = metric or (main_loss(next(iter(runs.values()))) if runs else "loss/total")
     names = {run: metric or main_loss(table) for run, table in runs.items()}
     unit = PER.get(main, "nats" if main.startswith("loss/") else "")
     many = len(runs) > 1  # names stand beside the lines
-    panels = [(", ".join(filter(None, (main, unit))), names, (0.0, 0.5 if many else 0.46), (0.0, 1.0))]
+    loss, rates = ((0.0, 0.42), (0.74, 1.0)) if many else ((0.0, 0.43), (0.61, 1.0))
+    panels = [(", ".join(filter(None, (main, unit))), names, loss, (0.0, 1.0))]
     for i, (what, name) in enumerate(RATES.items()):
-        panels.append(
-            (
-                f"{what} a second",
-                dict.fromkeys(runs, name),
-                (0.7 if many else 0.56, 1.0),
-                (0.74 - 0.37 * i, 1.0 - 0.37 * i),
-            )
-        )
+        panels.append((f"{what} a second", dict.fromkeys(runs, name), rates, (0.74 - 0.37 * i, 1.0 - 0.37 * i)))
     for i, (words, chosen, (left, right), (low, high)) in enumerate(panels):
         suffix, ends = str(i + 1) if i else "", []
         for look, (run, table) in zip(looks(len(runs)), runs.items()):
-            line = table[chosen[run]].dropna() if chosen[run] in table else pd.Series(dtype=float)
+            line = known(table, chosen[run])
             at = thin(line.to_numpy(), POINTS)
             name = f"{run} {chosen[run]}" if many else chosen[run]
             how = {"mode": "lines+markers" if len(line) < 3 else "lines", "hoverinfo": "x+y+name"}
             fig.add_scatter(x=line.index.to_numpy()[at], y=line.to_numpy()[at], name=name, line=look | {"width": 2},
                             xaxis=f"x{suffix}", yaxis=f"y{suffix}", **how)  # fmt: skip
             if len(line):
-                last = number(float(line.iloc[-1]))
+                last = "NaN" if math.isnan(line.iloc[-1]) else number(float(line.iloc[-1]))
                 ends.append((line, f"<b>{last}</b>" if i or not many else f"{short(run)} <b>{last}</b>", look["color"]))
         bottom = i in (0, len(panels) - 1)
         x = {"domain": [left, right], "anchor": f"y{suffix}", "nticks": 6 if not i else 4, "showticklabels": bottom}
@@ -107,10 +112,10 @@ def progress(runs: Runs, metric: str | None = None) -> Figure:
     return fig
 
 
-def short(name: str, most: int = 16) -> str:
+def short(name: str, most: int = 12) -> str:
     """A name that fits beside a line: its end says more than its middle.
     >>> short("20261130-080000-train"), short("first")
-    ('202611…000-train', 'first')
+    ('2026…0-train', 'first')
     """
     return name if len(name) <= most else f"{name[: most // 2 - 2]}…{name[most // 2 - 1 - most :]}"
 
@@ -145,7 +150,7 @@ def passes(table: pd.DataFrame) -> dict[Any, pd.Series]:
 
 def work(table: pd.DataFrame) -> Figure:
     """Routed rows of every step, stacked by the class of their position, and by component and pass."""
-    fig = figure("", width=WIDE, height=40 + 170 + 46, margin={"t": 40, "l": 64, "b": 46, "r": 8}, barmode="stack")
+    fig = figure("", width=WIDE, height=40 + 170 + 46, margin={"t": 40, "b": 46, "r": 8}, barmode="stack")
     layer = lambda name, colour, ink, rows: (colour, ink, rows.to_numpy(), f"{name} {number(rows.iloc[-1])}")
     classes = {name: layer(name, CLASS[name], CLASS_TEXT[name], table[f"rows/{name}"].fillna(0.0))
                for name in CLASSES if f"rows/{name}" in table and bool(table[f"rows/{name}"].any())}  # fmt: skip
@@ -166,6 +171,14 @@ def work(table: pd.DataFrame) -> Figure:
     return fig
 
 
+def stride(count: int, most: int) -> int:
+    """Every so manieth of `count` things leaves at most `most`: 1, 2, 5, 10, ...
+    >>> [stride(count, 60) for count in (0, 60, 61, 250, 10_000)]
+    [1, 1, 2, 5, 200]
+    """
+    return next(m * 10**e for e in range(20) for m in (1, 2, 5) if m * 10**e * most >= count)
+
+
 def load(
     count_LE: np.ndarray, layers: Sequence[str], step: int, count_SE: np.ndarray, steps: Sequence[int], layer: str
 ) -> Figure:
@@ -174,10 +187,10 @@ def load(
         count_LE: router decisions at `step`, of `layers`.
         count_SE: of `layer`, at `steps`; none = nothing was recorded.
     """
-    margin, known = {"t": 40, "l": 64, "b": 46, "r": 84}, bool(len(steps))
+    margin, known = {"t": 40, "b": 46, "r": 84}, bool(len(steps))
     fig = figure("", width=WIDE, height=40 + 190 + 46, margin=margin, hovermode="closest")
     experts, when = [str(e) for e in range(count_LE.shape[1])], [str(s) for s in steps]
-    every = lambda names, most: names[:: math.ceil(len(names) / most) or 1]
+    every = lambda names, most: names[:: stride(len(names), most)]
     x, y = {"type": "category", "showline": False, "ticks": "", "visible": known}, {"ticks": "", "visible": known}
     y["tickfont"] = {"size": SIZE["tick"], "color": MUTED}
     fig.update_layout(

@@ -6,6 +6,7 @@ uses: scatter (lines, markers), bar (grouped, stacked, horizontal) and heatmap. 
 left out."""
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendError
@@ -27,16 +28,22 @@ def render(fig: "go.Figure", format: str = "png", *, scale: float = 2.0) -> byte
         format: "png", "svg" or "pdf".
         scale: pixels of the PNG for one pixel of the figure.
     Raises BackendError: matplotlib is missing, or the figure has a trace kind that the twin does not draw."""
-    mpl = need("matplotlib", "the static twin of a figure")
-    out = io.BytesIO()
+    mpl, out = need("matplotlib", "the static twin of a figure"), io.BytesIO()
     metadata = {"Date": None} if format == "svg" else None  # equal figures give equal files
     with mpl.rc_context(style()):
         to_matplotlib(fig).savefig(out, format=format, dpi=96 * scale, metadata=metadata)
-    if format == "png":  # a third of the size with a palette: flat colours and text need few
-        from PIL import Image
+    return out.getvalue()
 
-        drawn, out = Image.open(out).convert("RGB"), io.BytesIO()
-        drawn.quantize(256, dither=Image.Dither.NONE).save(out, "png")
+
+def stacked(figures: Sequence["go.Figure"]) -> bytes:
+    """Figures below each other in one PNG. (No palette: one of 256 colours miscolours the scales of pale maps.)"""
+    from PIL import Image
+
+    parts, out = [Image.open(io.BytesIO(render(fig, scale=1))) for fig in figures], io.BytesIO()
+    whole = Image.new("RGB", (max(p.width for p in parts), sum(p.height for p in parts)), "white")
+    for i, part in enumerate(parts):
+        whole.paste(part, (0, sum(p.height for p in parts[:i])))
+    whole.save(out, "png")
     return out.getvalue()
 
 

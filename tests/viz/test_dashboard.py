@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import sys
 import threading
 import time
@@ -190,6 +191,92 @@ def test_several_runs_lie_over_each_other_and_one_is_chosen(tmp_path: Path) -> N
         dashboard([])
     with pytest.raises(ConfigError, match="interval=0"):
         dashboard(tmp_path / "runs", interval=0)
+
+
+def launched(folder: Path, state: str = "running") -> Path:
+    """A folder as a launcher leaves it, of a job on another host."""
+    told = {"state": state, "reason": "", "host": "elsewhere", "created": time.time(), "ended": None,
+            "pids": {"supervisor": None, "ranks": [None]}, "stamps": {}}  # fmt: skip
+    (folder / "state.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps({"nproc": 1, "function": "train"}))
+    return folder
+
+
+def test_a_deleted_run_is_gone_and_the_others_go_on(tmp_path: Path) -> None:
+    gone, stays = (launched(record(tmp_path / name, 3)) for name in "ab")
+    board, alone = dashboard(tmp_path, interval=0.1), dashboard(gone, interval=0.1)
+    assert board.widgets["state"].value.count("running") == 2
+    shutil.rmtree(gone)
+    until(lambda: "gone" in board.widgets["state"].value and "was deleted" in board.widgets["message"].value)
+    assert board.widgets["stop"].disabled and board.widgets["resume"].disabled
+    record(stays, 2, start=3)
+    until(lambda: len(board.figures["progress"].data[1].x) == 5)
+    assert len(board.figures["progress"].data[0].x) == 3 and not board.done  # what was read of it stays
+    assert "gone" in alone.wait(20).widgets["state"].value and alone.done
+    board.close()
+
+
+def test_a_button_acts_on_the_run_that_it_was_pressed_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may come late: another run may be chosen by then."""
+    stopped: list[str] = []
+    runs = [job(record(tmp_path / name, 2), stop=lambda name=name: stopped.append(name)) for name in "ab"]
+    board, late = dashboard(runs, interval=0.1), []
+    board.widgets["run"].value = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            module.threading, "Thread", lambda target, **how: SimpleNamespace(start=lambda: late.append(target))
+        )
+        board._act("stop")
+    board.stop()
+    board.widgets["run"].value = 0
+    late[0]()
+    assert stopped == ["b", "b"]
+    board.close()
+
+
+def test_a_loss_that_is_no_number_is_said_and_a_line_that_is_being_written_is_left(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write(step, metrics(step) | ({"loss/sft": float("nan")} if step > 2 else {}))
+        writer.write(5, {"eval/sft": 0.5})  # no step of training
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step":6,"loss/sf')
+    board = dashboard(job(tmp_path, "finished"))
+    loss = board.figures["progress"].data[0]
+    assert list(loss.x) == [0, 1, 2, 3, 4] and np.isnan(loss.y[3:].tolist()).all() and board.error is None
+    assert "<b>NaN</b>" in words(board.figures["progress"]) and "image/png" in board._twin()
+
+
+def test_runs_of_one_name_are_told_apart_and_one_that_is_given_twice_is_one(tmp_path: Path) -> None:
+    first, second = record(tmp_path / "x" / "a" / "run", 2), record(tmp_path / "y" / "a" / "run", 3)
+    board = dashboard([first, second, first])
+    assert [name for name, _ in board.widgets["run"].options] == ["x/a/run", "y/a/run"]
+    assert [(line.name, len(line.x)) for line in board.figures["progress"].data[:2]] == [
+        ("x/a/run loss/sft", 2),
+        ("y/a/run loss/sft", 3),
+    ]
+    assert "y/a/run" in board.widgets["state"].value
+    board.close()
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_and_other_layers(tmp_path: Path) -> None:
+    run = job(record(tmp_path, 4), "stopped")
+    board = dashboard(run, interval=0.1)
+    board.widgets["rank"].value, board.widgets["layer"].value = 1, "5"
+    until(lambda: "log of 1" in board.widgets["log"].value and "of layer 5" in words(board.figures["load"]))
+    run.nproc, run.ranks, run.state = 1, run.ranks[:1], "running"
+    with RunWriter(tmp_path, resume=2) as writer:
+        for step in (2, 3, 4):
+            load = {
+                "policy/forward/decided": arrays(step)["policy/forward/decided"][:1],
+                "policy/layers": torch.tensor([2]),
+            }
+            writer.write(step, metrics(step) | {"loss/sft": 7.0}, load if step == 4 else None)
+    board._nudge()
+    until(lambda: "log of 0" in board.widgets["log"].value and board.widgets["rank"].value == 0)
+    until(lambda: list(board.figures["progress"].data[0].y) == [1.0, 0.5, 7.0, 7.0, 7.0])
+    assert len(board.widgets["rank"].options) == 2 and "signal 9" not in board.widgets["state"].value
+    board.close()
 
 
 def test_what_goes_wrong_is_said_in_the_page_and_raised_by_wait(tmp_path: Path) -> None:

@@ -150,3 +150,16 @@ def test_tables_keep_first_and_last_and_say_what_they_left_out() -> None:
 def test_the_table_of_a_load_map_has_the_loads_and_not_their_logarithms() -> None:
     text = tables.text(routing.load_heatmap(np.array([[1, 3, 0, 0], [1, 1, 1, 1]])))
     assert "smallest 0 at (0, 2), largest 3 at (0, 1)" in text
+
+
+def test_a_pale_cell_has_the_colour_that_the_scale_gives_it() -> None:
+    """A palette for the whole picture would give neighbours of 1 one and the same, or another, colour."""
+    values = np.linspace(-0.3, 0.3, 24)
+    fig = theme.figure("", width=720, height=200)
+    fig.add_heatmap(z=[values], zmin=-1, zmax=1, colorscale=theme.DIVERGING, showscale=True)
+    picture = np.asarray(Image.open(io.BytesIO(static.render(fig, scale=1))).convert("RGB")).astype(int)
+    left, right = fig.layout.margin.l, 720 - fig.layout.margin.r
+    row = picture[100, [round(left + (i + 0.5) * (right - left) / 24) for i in range(24)]]
+    stops, colours = zip(*((stop, [int(c[i : i + 2], 16) for i in (1, 3, 5)]) for stop, c in theme.DIVERGING))
+    want = [[np.interp((v + 1) / 2, stops, [c[i] for c in colours]) for i in range(3)] for v in values]
+    assert np.abs(row - want).max() < 2
