@@ -30,7 +30,7 @@ def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, column
     """
     panels = panels or DEFAULT
     data = [pick(source, *names(panel)) for panel in panels]
-    subtitle = f"bold: mean of {smooth} steps; thin: every step" if smooth > 1 else ""
+    subtitle = f"Bold: mean of {smooth} steps; thin: every step" if smooth > 1 else ""
     return draw(panels, data, title=title, subtitle=subtitle, smooth=smooth, columns=columns)
 
 

@@ -26,6 +26,8 @@ from .theme import Figure, need, number
 REPORT = "report.html"
 READINGS = "denominators.json"
 LOAD_TIME = "How the busiest expert of a layer compares with the mean, step by step."
+TOOK = {"rows": "{} routed rows in all passes", "wire, kB sent": "{} kB on the wire", "seconds, ms": "{} ms",
+        "memory, kB held": "{} kB of memory"}  # fmt: skip
 SIDE_BY_SIDE = (
     "The same batch, the same weights: what each convention would have done. Conventions that divide by something "
     "else than the supervised tokens of the whole step change the length of the gradient, its direction, or both."
@@ -120,7 +122,7 @@ def _work(run: Any, sums: dict[str, Any]) -> tuple[Any, ...]:
 def _cost(run: Any) -> tuple[Any, ...]:
     table: Any = headline(run)
     some: Any = in_units(table, ("component",))
-    told = [f"{what} {number(float(some[what].sum()))}" for what in some if some[what].any()]
+    told = [TOOK[what].format(number(float(some[what].sum()))) for what in TOOK if some[what].any()]
     most = some["seconds, ms"].dropna()
     text = f"One supervised token took {', '.join(told)}."
     if len(most) > 1:

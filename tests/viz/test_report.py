@@ -36,7 +36,7 @@ def record(folder: Path, steps: int = 5, arrays: bool = True) -> Path:
                     "loss/sft": 3.0 - step / 2, "tokens/supervised": 10, "tokens/context": 20, "tokens/filtered": 0,
                     "tokens/padding": 2, "rows/dispatched": 120, "rows/supervised": 40, "rows/context": 80,
                     "rows/filtered": 0, "rows/padding": 0, "rows/elided": 8, "load/max_over_mean": 1.5,
-                    "time/step_s": 0.5, "step/skipped": 0,
+                    "time/step_s": 0.5, "step/skipped": 0, "wire/rows_bytes": 1e4,
                 },
                 {"policy/layers": torch.tensor([0, 2]), "policy/forward/decided": decided} if arrays else None,
             )  # fmt: skip
@@ -84,6 +84,7 @@ def test_the_page_stands_alone_and_has_the_numbers(tmp_path: Path) -> None:
         "SFT · from tiny · 2 processes · 5 steps",
         "loss/sft went from 3 to 1 nats a token over 5 steps",
         "One supervised token took 12 routed rows: 4 supervised, 8 context. Another 40 rows were elided",
+        "One supervised token took 1 kB on the wire, 50 ms.",
         "expert 0 of layer 0 with 1.33 times its balanced share, and no expert",  # 20 of 60 rows, 4 experts
         "expert 0 of layer 0 with 2.00 times its balanced share, and 1 expert received no row",  # 10 of 20
         "held-out 0.125 → 0.75",
