@@ -78,8 +78,8 @@ def across_cuts(readings: Iterable[Any]) -> Figure:
         note(fig, f"<b>{words}</b>", 0, domain[1], stand="left bottom", shift=(0, 6))
     known = [v for t in fig.data[::2] for v in t.y if v is not None]
     low, high, low_log, high_log = min(0.0, *known), 1.08 * max(known), math.log10(FLOOR) - 0.3, 0.35
-    log = {"type": "log", "range": [low_log, high_log], "tickvals": [1e-6, 1e-4, 1e-2, 1],
-           "ticktext": ["10⁻⁶", "10⁻⁴", "10⁻²", "1"]}  # fmt: skip
+    log = {"type": "log", "range": [low_log, high_log], "tickvals": [FLOOR, 1e-4, 1e-2, 1],
+           "ticktext": ["≤ 10⁻⁷", "10⁻⁴", "10⁻²", "1"]}  # fmt: skip
     fig.update_layout(xaxis2={"title": "ranks × microbatches of each"}, yaxis={"range": [low, high]}, yaxis2=log)
     end_labels(fig, ends[""], low, high)
     end_labels(fig, [(math.log10(v), mode, c) for v, mode, c in ends["2"]], low_log, high_log, axis="2")

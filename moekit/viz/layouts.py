@@ -17,7 +17,7 @@ def layouts_figure(
     tolerance: float = 1e-9,
     *,
     title: str | None = None,
-    subtitle: str = "Left of the line: equal to one process but for the order of sums",
+    subtitle: str = "Left of the line: equal to one process but for the order of sums. In brackets: ranks",
 ) -> Figure:
     """Gradient difference of each layout on a log axis, with the tolerance as a line; beside it the bytes it sends.
 

@@ -120,7 +120,8 @@ def load_history(source: Any, scope: str = "all") -> Figure:
     layers, experts, _ = load_LEB.shape
     each, gap = max(9 * experts, 72), 34
     inner = layers * (each + gap) - gap
-    fig = figure(f"Expert load over training, {SCOPE[scope]}", "Rows of an expert over the balanced share: 1 = even",
+    how = "Rows of an expert over the balanced share: 1 = even. Right: the busiest, first → last steps"
+    fig = figure(f"Expert load over training, {SCOPE[scope]}", how,
                  height=104 + inner + 60, margin={"r": 184, "t": 104}, hovermode="closest")  # fmt: skip
     hover = "step %{x}, expert %{y}<br>%{customdata:.3f} of the balanced load<extra></extra>"
     lines, steps = [str(e) for e in range(experts)], [str(step) for step in cut[:-1]]
@@ -202,7 +203,8 @@ def compare(
                             line={"color": GRID, "width": 3}, **refs)  # fmt: skip
             for value, stand, shift in ((most, "left", 9), (least, "right", -9))[: 1 + (least < most)]:
                 at = {"axes": tuple(refs.values()), "stand": f"{stand} middle", "shift": (shift, 0)}
-                note(fig, number(round(value, 1 + (room < 20))), value, name, size=SIZE["tick"], **at)
+                note(fig, f"{value:,.{1 + (room < 20)}f}" if room < 1000 else number(value), value, name,
+                     size=SIZE["tick"], **at)  # fmt: skip
         for name, values in panel.items():
             look = {"size": 11, "color": CLASS.get(name, SERIES[5 - series.index(name)] if name else MUTED)}
             fig.add_scatter(x=list(values), y=list(names), mode="markers", name=name, marker=look, **refs)

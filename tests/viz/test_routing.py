@@ -60,11 +60,11 @@ def test_compare_writes_least_and_most_and_keeps_values() -> None:
     assert [list(t.x) for t in dots] == [[2, 1], [3, 1], [0.5, 0.25]]
     assert dots[1].marker.color == theme.CLASS["supervised"] and dots[2].xaxis == "x2"
     wanted = [
-        "3",
-        "2",
-        "1",
+        "3.00",
+        "2.00",
+        "1.00",
         "<b>load</b>",
-        "0.5",
+        "0.50",
         "0.25",
         "<b>loss, nats</b>",
         "<b>all tokens</b>",
