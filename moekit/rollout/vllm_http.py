@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -32,6 +34,14 @@ ROUTES = {
 }  # fmt: skip
 ASKED = {"version": "/weight_info", "paused": "/is_paused"}
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}
+
+# prctl's PR_SET_PDEATHSIG, then the command
+DIES = """import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class HTTPLink:
@@ -72,7 +82,8 @@ class HTTPLink:
             connection.close()
             raise EngineError(
                 f"the vLLM server {self.url} did not answer {path} ({type(error).__name__}: {error}); it has "
-                f"{self.timeout:g} s for a request. Look at its log, start it again, and update the weights"
+                f"{self.timeout:g} s for an answer (of a run: engine_seconds). Look at its log, start it again, and "
+                "update the weights"
             ) from error
         if status != 200:
             hint = {403: "; start the server with --enable-scale-out", 404: "; start the server with "
@@ -167,7 +178,8 @@ class LocalLink:
 
 @dataclass
 class Server:
-    """A vLLM server that was started here; a context manager that ends it and all its processes."""
+    """A vLLM server that was started here; a context manager that ends it and all its processes. On Linux it is told to
+    end when this object or its process is gone, also when that is killed."""
 
     command: list[str]
     environment: dict[str, str]
@@ -175,6 +187,8 @@ class Server:
     log: Path
     patience: float
     process: subprocess.Popen | None = None
+    shared: set[str] = field(default_factory=set)
+    starter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))  # with whose thread it ends
 
     def __enter__(self) -> Self:
         return self
@@ -185,23 +199,23 @@ class Server:
     def start(self) -> None:
         """Start and wait until it is healthy. Raises EngineError: it ended, or took too long; with its log's end."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self.environment, cwd=self.log.parent, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
+            how: dict[str, Any] = {"env": self.environment, "cwd": self.log.parent, "stdout": log, "stderr": log}
+            command = [sys.executable, "-ISc", DIES, str(os.getpid()), *self.command]
+            how |= {"stdin": subprocess.DEVNULL, "start_new_session": True}
+            self.process = process = self.starter.submit(subprocess.Popen, command, **how).result()
         link, until = HTTPLink(self.url, timeout=5, connections=1), time.monotonic() + self.patience
         try:
             while True:
                 time.sleep(0.25)
-                if self.process.poll() is not None or time.monotonic() > until:
-                    ended = self.process.poll()
-                    self.stop()
+                if (ended := process.poll()) is not None or time.monotonic() > until:
                     raise EngineError(f"vLLM did not start (exit {ended}): ...{self.log.read_text()[-1500:]}")
-                try:
+                with suppress(EngineError):
                     link.call("GET", "/health")
+                    self.shared = _shared(process.pid)
                     return
-                except EngineError:
-                    continue
+        except BaseException:
+            self.stop()
+            raise
         finally:
             link.close()
 
@@ -209,16 +223,16 @@ class Server:
         """End every process of it: they share a session."""
         if self.process is None:
             return
-        group, self.process = self.process, None
-        for number, wait in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-            try:
-                os.killpg(group.pid, number)
-            except ProcessLookupError:
-                break
-            until = time.monotonic() + wait
-            while time.monotonic() < until and group_alive(group):
+        process, self.process = self.process, None
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                if group_alive(process):
+                    os.killpg(process.pid, number)
+            until = time.monotonic() + 10.0
+            while group_alive(process) and time.monotonic() < until:
                 time.sleep(0.05)
-        group.wait()
+        while self.shared:  # what those that were killed left
+            Path(self.shared.pop()).unlink(missing_ok=True)
 
     def restart(self) -> None:
         """A new server, with the weights of its folder: update them before anything is sampled."""
@@ -228,6 +242,16 @@ class Server:
     def link(self, **how: Any) -> HTTPLink:
         """How to reach it."""
         return HTTPLink(self.url, **how)
+
+
+def _shared(group: int) -> set[str]:
+    """Shared memory and semaphores of a server's processes, where /proc tells: whoever is killed leaves them there."""
+    found = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if os.getpgid(int(maps.parent.name)) == group:
+                found |= {*re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+$", maps.read_text(), re.MULTILINE)}
+    return found
 
 
 def group_alive(process: subprocess.Popen) -> bool:
