@@ -207,7 +207,14 @@ class LearnerConfig(Config):
     precision: Precision = "model"  # of the routed experts' matmuls; "mxfp8": forward and input gradients in MXFP8
 
     def _check(self) -> None:
-        _need(self.lr >= 0, f"lr={self.lr} must be >= 0")
+        for name in ("lr", "warmup_steps", "weight_decay", "bias_rate", "eps"):
+            _need(getattr(self, name) >= 0, f"LearnerConfig.{name}={getattr(self, name)} must be >= 0")
+        _need(
+            self.clip_norm is None or self.clip_norm > 0,
+            f"clip_norm={self.clip_norm} must be above 0 (below, gradients turn round); None = no clipping",
+        )
+        _need(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be in [0, 1], a share of lr")
+        _need(all(0 <= b < 1 for b in self.betas), f"betas={self.betas} must be in [0, 1)")
         for name in ("ep", "pp", "stages_per_rank"):
             _need(getattr(self, name) >= 1, f"LearnerConfig.{name}={getattr(self, name)} must be at least 1")
         _need(self.capacity > 0, f"capacity={self.capacity} must be above 0")

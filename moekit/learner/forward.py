@@ -123,7 +123,7 @@ class Forward:
             sizes = [f.label_index_M.shape[0] for f in flats]
             wide = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
             whole = torch.empty(sum(sizes), dtype=wide, device=self.model.device)
-            if self.mesh.pp.rank == last:
+            if flats and self.mesh.pp.rank == last:
                 torch.cat([found[i] for i in range(len(flats))], out=whole)
             found = dict(enumerate(self.mesh.pp.broadcast(whole, last).split(sizes)))
         return [found[i] for i in range(len(batches))]

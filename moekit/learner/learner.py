@@ -233,7 +233,7 @@ class Learner(Forward):
         mine = torch.stack([torch.as_tensor(x, device=device).to(torch.float64) for x in own])
         all_WX = self.world.all_gather(mine.new_empty(self.world.size, len(own)).view(-1), mine, "counts")
         rows = all_WX.view(self.world.size, -1).tolist()  # the one host read that the update waits for
-        total = [math.fsum(column) if all(map(math.isfinite, column)) else math.nan for column in zip(*rows)]
+        total = [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in zip(*rows)]
         most = [max(column) for column in zip(*rows)]
         loss_sum, balance, z, square, *_ = total
         means = tuple(x / counts.units for x in total[6:])

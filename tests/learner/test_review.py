@@ -171,6 +171,30 @@ def frozen_parts(rank: int, folder: Path) -> dict:
     return found
 
 
+def not_finite_on_one_rank(rank: int, folder: Path) -> list[tuple]:
+    """In the first step what rank 1 says is NaN; a second follows. Against a learner that takes the second only."""
+    found, model = [], replace(MODEL, selection_bias=True)
+    rowwise = {"ep": 2, "dispatch": "rowwise", "capacity": 0.3}
+    for how in ({"ep": 2}, rowwise, {"reduce": "microbatch"}, {"pp": 2, "zero": 0}):
+        config, factor = replace(CONFIG, bias_rate=0.01, **how), [float("nan") if rank else 1.0]
+        batches = rows(rank * (config.pp == 1), 2)
+        one = made(config, model=model, objective=lambda flat, out, by=factor: Terms(-out.logprob_M * by[0]))
+        bad = one.step(batches)
+        factor[0] = 1.0
+        good = one.step(batches)
+        fresh = made(config, model=model)
+        want, states = fresh.step(batches), [x.gathered("master") | x._buffers() for x in (one, fresh)]
+        same = all(torch.equal(states[0][n], t) for n, t in states[1].items())
+        told = [m[k] for m in (bad, good) for k in ("step/index", "step/skipped", "lr")]
+        found.append((told, bad["loss/total"] != bad["loss/total"], good["loss/total"] == want["loss/total"], same))
+    return found
+
+
+def nothing_to_score(rank: int, folder: Path) -> list[list]:
+    """No rank has a batch, in a pipeline and without one."""
+    return [made(replace(CONFIG, pp=pp)).score([]) for pp in (1, 2)]
+
+
 def noisy(flat, out) -> Terms:
     """An objective that uses every random generator."""
     return Terms(-out.logprob_M * (random.random() + float(np.random.rand()) + torch.rand(()).item()))
@@ -191,7 +215,7 @@ def redone_with_random_numbers(rank: int, folder: Path) -> list:
 
 CASES = [
     alone_in_a_world, part_of_a_world, many_learners, bad_batches, no_graph_on_one_rank, short_replay, damaged,
-    frozen_parts, redone_with_random_numbers,
+    frozen_parts, redone_with_random_numbers, nothing_to_score, not_finite_on_one_rank,
 ]  # fmt: skip
 
 
@@ -250,6 +274,15 @@ def test_frozen_parameters_start_equal_stay_and_are_in_the_checkpoint():
         for one in found.values():
             assert all(v for k, v in one.items() if k != "sum"), found
     assert first[0]["sum"] == second[0]["sum"] and first[1]["sum"] == second[1]["sum"]
+
+
+def test_what_is_not_finite_on_one_rank_moves_nothing_on_any():
+    for found in both(not_finite_on_one_rank):
+        assert found == [([0, 1, 0.0, 1, 1, CONFIG.lr], True, True, True)] * 4
+
+
+def test_a_score_of_nothing_is_nothing():
+    assert both(nothing_to_score) == [[[], []]] * 2
 
 
 def test_a_redone_pass_sees_the_random_numbers_of_the_first():
@@ -314,6 +347,41 @@ def test_a_second_learner_takes_the_parameters_over():
     gc.collect()
     assert bucket() is None
     assert again.step(rows(0))["loss/total"] == made().step(rows(0))["loss/total"]
+
+
+def test_the_gradient_norm_of_a_large_float32_model():
+    """torch's own float32 norm of so many numbers is off by 1e-4 and more on a CPU, and the clipped gradient with it,
+    by another amount in every layout."""
+    one = made(dtype=torch.float32, model=replace(MODEL, vocab=1 << 16))
+    want = 0.0
+    for bucket in one.gradients.buckets:
+        bucket.owned_grad = torch.rand_like(bucket.master)
+        want += bucket.owned_grad.double().square().sum().item()
+    assert one.gradients.square_norm().item() == pytest.approx(want, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"clip_norm": -1.0}, {"clip_norm": 0.0}, {"clip_norm": float("nan")}, {"weight_decay": -0.1}, {"bias_rate": -0.1},
+     {"warmup_steps": -1}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"min_lr_ratio": -0.1}, {"min_lr_ratio": 1.5}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_would_learn_backwards_are_refused(wrong):
+    """clip_norm=-1, which elsewhere means no clipping, turned every gradient round; a negative rate does the same."""
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        LearnerConfig(**wrong)
+
+
+def infinite(flat, out) -> Terms:
+    return Terms(-out.logprob_M / 0)
+
+
+def test_a_loss_that_is_infinite_reads_its_value_and_moves_nothing():
+    one = made(objective=infinite)
+    before = one.gathered("parameter")
+    metrics = one.step(rows(0, 3))
+    assert metrics["loss/infinite"] == metrics["loss/total"] == float("inf") and metrics["step/skipped"] == 1
+    assert all(torch.equal(p, before[n]) for n, p in one.gathered("parameter").items())
 
 
 @pytest.mark.parametrize("scope", ["all", "valid", "supervised"])
