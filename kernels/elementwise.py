@@ -1,9 +1,9 @@
-"""RMSNorm, rotary embedding and SwiGLU with few passes over memory: hand-written backwards, in place where it is safe.
+"""RMSNorm, both embeddings and SwiGLU with few passes over memory: hand-written backwards, in place where it is safe.
 
 torch composes these from many small operations and keeps several intermediates for the backward. Measured at
 [2048, 512] in float32 on one shared core, forward and backward: `F.rms_norm` 9 to 11 ms, this one 1.7 to 2.7 ms.
 
-Axis letters: N positions, H heads, d head width, F hidden width.
+Axis letters: N positions, V vocabulary, D width, H heads, d head width, F hidden width.
 """
 
 import torch
@@ -64,6 +64,26 @@ class SwiGLU(torch.autograd.Function):
         torch.mul(aten.silu(gate), dy, out=dup)
         aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
         return out
+
+
+class NarrowEmbedding(torch.autograd.Function):
+    """table[ids] with a gradient that adds up in float32.
+
+    torch on a CPU adds in the table's dtype: in bfloat16 a token that stands in a batch 400 times gets a gradient that
+    is off by 2 %, 6,000 times by half.
+    """
+
+    @staticmethod
+    def forward(ctx, ids_N, table_VD):
+        ctx.save_for_backward(ids_N)
+        ctx.like = table_VD.shape, table_VD.dtype
+        return table_VD.index_select(0, ids_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_ND):
+        (ids_N,), (shape, kind) = ctx.saved_tensors, ctx.like
+        return None, dy_ND.new_zeros(shape, dtype=torch.float32).index_add_(0, ids_N, dy_ND.float()).to(kind)
 
 
 def _rotate(x_NHd: Tensor, cos_Nd: Tensor, sin_Nd: Tensor) -> Tensor:

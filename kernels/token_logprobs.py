@@ -59,7 +59,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(dz, head, out=d_hidden[part])
             if ctx.needs_input_grad[1]:
                 piece = torch.mm(dz.t(), hidden[part])
-                d_head = piece if d_head is None else d_head.add_(piece)
-        if d_head is None and ctx.needs_input_grad[1]:
-            d_head = torch.zeros_like(head)
+                # chunks add up in float32 at least: in bfloat16 the head's error grows with their number
+                d_head = piece if d_head is None else d_head.to(lse.dtype).add_(piece)
+        if ctx.needs_input_grad[1]:
+            d_head = torch.zeros_like(head) if d_head is None else d_head.to(head.dtype)
         return d_hidden, d_head, None, None, None

@@ -39,6 +39,7 @@ __all__ = [
     "choices",
     "choose_experts",
     "count",
+    "embedding",
     "expert_ffn",
     "explain",
     "moe_ffn",
@@ -84,9 +85,7 @@ def set_backend(name: Backend) -> Backend:
     if name == "triton" and find_spec("triton") is None:
         raise BackendError("backend 'triton': triton is not installed; install it, or choose 'auto'")
     if name == "triton" and not (torch.cuda.is_available() or _interpreted()):
-        raise BackendError(
-            "backend 'triton' needs a CUDA device, or TRITON_INTERPRET=1 to interpret it; or take 'auto'"
-        )
+        raise BackendError("backend 'triton' needs a CUDA device, or TRITON_INTERPRET=1 for its interpreter, or 'auto'")
     before, _backend = _backend, name
     return before
 
@@ -214,9 +213,7 @@ def _mx_operands(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Operands, Op
     found: tuple[Operands, Operands] = high.current(), low.current()
     backward = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     if backward and any(o.transposed is None for o in found):
-        raise ConfigError(
-            "these mxfp8 copies are forward-only: run the model under no_grad, or make them with backward"
-        )
+        raise ConfigError("these mxfp8 copies are forward-only: run under no_grad, or make them with backward")
     return found
 
 
@@ -361,6 +358,12 @@ def expert_ffn(
         plain, one = reference.mxfp8_ffn if mx else reference.moe_ffn, x_RD.new_ones(x_RD.shape[0], 1)
         return plain(x_RD, rows, one, gate_up_E2FD, down_EDF, *(mx or ()))
     return form.moe_ffn(x_RD, rows, None, gate_up_E2FD, down_EDF, slots)
+
+
+def embedding(ids_N: Tensor, table_VD: Tensor) -> Tensor:
+    """table[ids]; the gradient of the table adds up in float32 at least, whatever its dtype."""
+    narrow = table_VD.is_cpu and table_VD.dtype.itemsize < 4 and not _plain()  # CUDA's own backward is wide
+    return elementwise.NarrowEmbedding.apply(ids_N, table_VD) if narrow else F.embedding(ids_N, table_VD)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -228,7 +228,7 @@ def activation_bytes(
     if stop == shape.layers:
         M, V = work.labels, 0 if shape.value_head else shape.vocab
         out["head"] = (
-            2 * M * shape.width * dtype.itemsize  # hidden states before and after the final norm
+            M * shape.width * (dtype.itemsize + (w if shape.value_head else dtype.itemsize))  # before, after the norm
             + M * (w + INDEX) * (1 if shape.value_head else 2)  # 1 / rms, log-sum-exp; where the labels are, and what
             + (M * V * w if M <= max(1, CHUNK_BYTES // max(1, V * w)) else 0)  # probabilities
         )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .. import ops
 from ..config import Elide, ModelConfig, Recompute
 from ..data.batch import Batch, Flat
 from ..errors import ConfigError, DataError
@@ -259,7 +260,7 @@ class Transformer(nn.Module):
         self._check(flat, elide, replay, keep_hidden)
         start, stop = self.part.stages[index]
         if start == 0:
-            x_ND = F.embedding(flat.ids_N, self.embed.weight)
+            x_ND = ops.embedding(flat.ids_N, self.embed.weight)
         assert x_ND is not None
         angles = rope_angles(flat.position_N, self.config, x_ND.dtype)
         real = flat.positions if elide == "none" else flat.real
@@ -296,7 +297,7 @@ class Transformer(nn.Module):
             hidden_MD = self.final_norm(x_ND if labelled else x_ND[flat.label_index_M])
         if self.config.value_head:
             wide = torch.promote_types(hidden_MD.dtype, torch.float32)
-            value_M = F.linear(hidden_MD, self.head_weight)[:, 0].to(wide)
+            value_M = F.linear(hidden_MD.to(wide), self.head_weight.to(wide))[:, 0]  # bfloat16 would tie close scores
             return Outputs(hidden_MD, value_M.new_zeros(0), routes, flat, hidden_ND, value_M)
         logprob_M = token_logprobs(hidden_MD, self.head_weight, flat.label_M, temperature=temperature)
         return Outputs(hidden_MD, logprob_M, routes, flat, hidden_ND)

@@ -28,7 +28,8 @@ def token_logprobs(
         kept; otherwise each chunk's logits are computed again in the backward, one more product. On CUDA in float32
         and bfloat16 logits stay in registers (`moekit.ops.explain()` says so), and are always computed again.
     Gradients:
-        To `hidden_MD` and `head_VD`. The log-softmax and its gradient are in the returned dtype.
+        To `hidden_MD` and `head_VD`. The log-softmax, its gradient, and the sum of the head's over chunks are in the
+        returned dtype.
 
     >>> import torch
     >>> h, w = torch.tensor([[2.0, 0.0]]), torch.eye(2)

@@ -41,6 +41,7 @@ SHAPES = {
         BASE, shared_width=32, dense_layers=(0,), dense_width=160, gate="sigmoid", normalize_gates=True
     ),
     "last layer dense": replace(BASE, dense_layers=(2,), dense_width=100),
+    "critic": replace(BASE, value_head=True),
 }
 OPTIONS = {
     "padding": LearnerConfig(),

@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from moekit import ops
+from moekit.config import DataConfig
 from moekit.data.batch import Batch
+from moekit.data.chat import Document
+from moekit.data.pack import build_rows
 from moekit.errors import ConfigError, DataError
 from moekit.model.presets import PRESETS, parameter_counts, preset
 from moekit.model.transformer import Transformer, logits
+from moekit.objectives.sft import SFT
 
 VARIANTS = ["plain", "olmoe", "qwen3", "mixtral", "sigmoid", "dense+shared"]
 
@@ -86,6 +91,56 @@ def test_a_shared_prompt_equals_two_whole_documents(small, variant):
         got = made(shared, elide=elide).logprob_M.sum()
         close(got, loss)
         assert small.distance(small.gradients(made, got), want) <= 1e-11
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bc_108_left_padding_is_not_seen(small, variant):
+    """BC-108: [5, 6] alone and with two pads before it: positions 0 and 1, the same logits, pads routed nowhere."""
+    made = small.model(variant)
+    alone = Batch.make(torch.tensor([[5, 6]]))
+    padded = Batch.make(torch.tensor([[7, 0, 5, 6]]), segment=torch.tensor([[-1, -1, 0, 0]]))
+    assert padded.position[0, 2:].tolist() == [0, 1] and padded.labels.tolist() == [[-100, -100, 6, -100]]
+    close(logits(made, padded)[0, 2:], logits(made, alone)[0])
+    close(made(padded).logprob_M, made(alone).logprob_M)
+    seen = [small.Watcher(), small.Watcher()]
+    for batch, watch in zip((padded, alone), seen):
+        made(batch, observer=watch)
+    for layer, (_, dispatched_CE, *_) in seen[0].forward.items():
+        assert torch.equal(dispatched_CE, seen[1].forward[layer][1]) and int(dispatched_CE.sum()) == 2 * 2
+
+
+def test_bc_001_one_shift_from_rows_to_loss(small):
+    """BC-001: labels of rows and derived ones, through head and loss. States that read the next token: 0, the present
+    one: 50."""
+    ids = torch.tensor([[10, 11, 12, 20, 21, 2]])
+    made = small.model(vocab=32, width=32, layers=1, dtype=torch.float64)
+    with torch.no_grad():
+        made.final_norm.weight.fill_(50 / 32**0.5)  # the norm of a one-hot state is sqrt(32)
+        made.head.weight.copy_(torch.eye(32))
+    document = Document(ids[0].tolist(), [False] * 3 + [True] * 3)
+    rows = build_rows([document], DataConfig(length=6, rows="padded")).batch()
+    for batch, count in ((rows, 3), (Batch.make(ids), 5)):
+        flat = batch.flat
+        for token, want in ((torch.cat((ids[0, 1:], ids[0, :1])), 0.0), (ids[0], 50.0)):
+            states_ND = 1e3 * F.one_hot(token, 32).double()[flat.order_N]  # the norm's eps is nothing beside
+            loss_M = SFT()(flat, made.finish(states_ND, flat)).loss_M
+            assert len(loss_M) == count and (loss_M - want).abs().max() < 1e-6
+
+
+def test_values_of_a_bfloat16_model_are_not_rounded_to_bfloat16(small):
+    """Two answers whose scores differ by less than bfloat16 can say would be a tie, and a tie is no win."""
+    critic = small.model(dtype=torch.bfloat16, value_head=True)
+    out = critic(small.batch("packed"))
+    want = out.hidden_MD.double() @ critic.head_weight.double()[0]
+    torch.testing.assert_close(out.value_M.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_values_have_no_temperature(small):
+    """BC-087: only log-probs are divided by it."""
+    batch = small.batch("padded")
+    policy, critic = small.model(), small.model(value_head=True)
+    assert torch.equal(critic(batch, temperature=0.5).value_M, critic(batch).value_M)
+    assert not torch.equal(policy(batch, temperature=0.5).logprob_M, policy(batch).logprob_M)
 
 
 def test_logprobs_are_those_of_the_logits_in_flat_order(small):

@@ -46,3 +46,15 @@ def test_half_precision_input_gives_float32():
     got = token_logprobs(hidden.bfloat16(), head.bfloat16(), label)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, token_logprobs(hidden, head, label), rtol=0.05, atol=0.05)
+
+
+def test_the_head_s_gradient_does_not_get_worse_with_the_number_of_chunks():
+    """bfloat16, 512 chunks of one row: added up in bfloat16 their sum was off by 1.2 %, in one chunk by 0.3 %."""
+    g = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, 16, generator=g).bfloat16().requires_grad_() for n in (512, 64))
+    label = torch.randint(0, 64, (512,), generator=g)
+    wide = head.detach().double().requires_grad_()
+    F.cross_entropy(hidden.detach().double() @ wide.T, label, reduction="sum").backward()
+    for rows in (512, 8, 1):
+        (got,) = torch.autograd.grad(-token_logprobs(hidden, head, label, chunk_bytes=rows * 64 * 4).sum(), head)
+        assert got.dtype == torch.bfloat16 and (got.double() - wide.grad).norm() < 0.004 * wide.grad.norm()
