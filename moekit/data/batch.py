@@ -164,7 +164,8 @@ class Batch:
                 token that position t predicts stands at position t, as its label does.
 
         Raises:
-            DataError: shapes differ, a parent is missing, has a parent itself, or comes after its child.
+            DataError: shapes differ, a parent is missing, has a parent itself, or comes after its child; or a segment
+                has two.
 
         >>> b = Batch.make(torch.tensor([[5, 6, 2, 7, 8, 2]]), segment=torch.tensor([[0, 0, 0, 1, 1, 1]]))
         >>> b.labels.tolist(), b.position.tolist()
@@ -221,7 +222,7 @@ class Batch:
         return [replace(cut, removed=self.removed if i == 0 else 0) for i, cut in enumerate(cuts)]
 
     def take(self, rows: list[int] | Tensor) -> Batch:
-        """The rows of these numbers, in this order."""
+        """The rows of these numbers, in this order. `removed`, a count of the step, is 0 and not shared out."""
         return replace(self._each(lambda x: x[rows]), removed=0)
 
     def trim(self) -> Batch:
@@ -294,11 +295,12 @@ def _check_parents(segment: Tensor, parent: Tensor) -> None:
     if not bool((parent >= 0).any()):
         return
     for row, (seg, up) in enumerate(zip(segment.tolist(), parent.tolist())):
-        first = {}
-        for t, s in enumerate(seg):
-            first.setdefault(s, t)
-        last = {s: t for t, s in enumerate(seg)}
+        first, last = ({s: t for t, s in order} for order in (reversed([*enumerate(seg)]), enumerate(seg)))
         for t, (s, p) in enumerate(zip(seg, up)):
+            if p != up[first[s]]:
+                raise DataError(
+                    f"row {row}, position {t}: segment {s} has the parents {up[first[s]]} and {p}; one is allowed"
+                )
             if p < 0:
                 continue
             if s < 0 or p not in first or p == s:

@@ -210,16 +210,14 @@ class MoE(nn.Module):
         expert_PK = keep(route.expert_NK)
         recompute = recompute and memo is None and torch.is_grad_enabled()
         memo = memo if memo is not None else Memo()
-        told = None
-        if observer is not None:
-            assert flat is not None and class_P is not None
-            told = Told(self, observer, route.expert_NK.detach(), flat, class_P, memo)
+        expert_NK = route.expert_NK.detach()  # not the route itself: a recomputation keeps what `routed` names
 
         def routed(x_PD: Tensor, gate_PK: Tensor) -> Tensor:
             y, counts = self.dispatcher(
                 x_PD, expert_PK, gate_PK, self.gate_up, self.down, class_P, sizes, memo
             )  # fmt: skip
-            y = y if told is None else told(y, counts)  # pyright: ignore[reportArgumentType]
+            if observer is not None:
+                y = self._tell(observer, y, counts, expert_NK, flat, class_P, memo.again)  # pyright: ignore
             memo.again = True
             return y
 
@@ -239,29 +237,20 @@ class MoE(nn.Module):
             y = _Attach.apply(y, router_loss(self.layer, route, flat, again))  # pyright: ignore[reportArgumentType]
         return y, route
 
-
-@dataclass(frozen=True)
-class Told:
-    """Tells an observer of one layer's rows, and of their backward when it comes."""
-
-    moe: MoE
-    observer: Observer
-    expert_NK: Tensor
-    flat: Flat
-    class_P: Tensor
-    memo: Memo
-
-    def __call__(self, y: Tensor, counts: DispatchCounts) -> Tensor:
-        """y, watched."""
-        layer, top_k, experts = self.moe.layer, self.expert_NK.shape[1], self.moe.router.weight.shape[0]
-        elided_C = (ops.count(self.flat.class_N, C) - ops.count(self.class_P, C)) * top_k
-        if self.memo.again:
-            self.observer.recompute(layer, counts.dispatched_CE, elided_C, counts.dropped_C)
+    def _tell(
+        self, observer: Observer, y: Tensor, counts: DispatchCounts, expert_NK: Tensor, flat: Flat, class_P: Tensor,
+        again: bool,
+    ) -> Tensor:  # fmt: skip
+        """y; tells of the layer's rows, and of their backward when it comes."""
+        top_k, experts = expert_NK.shape[1], self.router.weight.shape[0]
+        elided_C = (ops.count(flat.class_N, C) - ops.count(class_P, C)) * top_k
+        if again:
+            observer.recompute(self.layer, counts.dispatched_CE, elided_C, counts.dropped_C)
         else:
             # a position of a shared prompt is one row, but a decision for each of its children
-            class_R, share_R = (x.repeat_interleave(top_k) for x in (self.flat.class_N, self.flat.share_N))
-            decided_CE = count_CE(class_R, self.expert_NK.reshape(-1), experts, share_R)
-            self.observer.layer(layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
+            class_R, share_R = (x.repeat_interleave(top_k) for x in (flat.class_N, flat.share_N))
+            decided_CE = count_CE(class_R, expert_NK.reshape(-1), experts, share_R)
+            observer.layer(self.layer, decided_CE, counts.dispatched_CE, elided_C, counts.dropped_C)
         if not (torch.is_grad_enabled() and y.requires_grad):
             return y
-        return _Watch.apply(y, lambda: self.observer.backward(layer, counts.dispatched_CE))
+        return _Watch.apply(y, lambda: observer.backward(self.layer, counts.dispatched_CE))  # pyright: ignore

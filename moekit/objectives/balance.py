@@ -99,9 +99,10 @@ def balance_hf(routes: Sequence[Any], flat: Flat, scope: Scope) -> Tensor:
     keep = in_scope(flat, scope)
     probs = torch.cat([r.probs_NE[keep] for r in routes])
     experts = torch.cat([r.expert_NK[keep] for r in routes])
-    e, n = probs.shape[1], max(1, experts.shape[0])
-    count_E = ops.count(experts.reshape(-1), e).to(probs.dtype)
-    return e * (count_E / n * probs.sum(0) / n).sum()
+    share = flat.share_N[keep].repeat(len(routes))
+    e, n = probs.shape[1], share.sum().clamp(min=1)
+    count_E = ops.count(experts.reshape(-1), e, share.repeat_interleave(experts.shape[1])).to(probs.dtype)
+    return e * (count_E / n * (share.to(probs.dtype) @ probs) / n).sum()
 
 
 def z_sum(route: Any, flat: Flat, scope: Scope) -> Tensor:

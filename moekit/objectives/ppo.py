@@ -77,10 +77,10 @@ class ValueLoss:
             near_M = old_M + moved_M.clamp(-self.clip, self.clip)
             near_M = torch.where(moved_M.abs() > self.clip, near_M, value_M)  # old + (value - old) may round off value
             square_M = torch.maximum(plain_M, (near_M - return_M).square())
-        with torch.no_grad():
-            error_M = return_M - value_M
-            columns = (square_M > plain_M, error_M, error_M.square(), value_M, return_M, return_M.square())
-            sums = {name: x.sum(dtype=value_M.dtype) for name, x in zip(self.metrics, columns)}
+        with torch.no_grad():  # in float64: a variance from the mean of squares cancels
+            value, back = value_M.double(), return_M.double()
+            columns = (square_M > plain_M, back - value, (back - value).square(), value, back, back.square())
+            sums = {name: x.sum(dtype=torch.float64) for name, x in zip(self.metrics, columns)}
         return Terms(square_M / 2, sums)
 
 

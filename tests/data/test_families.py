@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moekit.data.batch import Batch
 from moekit.data.families import Sample, family_rows, family_size, with_values
 from moekit.data.report import Report
 from moekit.errors import DataError
@@ -127,3 +128,22 @@ def test_no_samples_and_bad_ones():
         family_rows([Sample([1], [[2], [3]], [{"v": [1]}, {"w": [1]}])], 8)
     with pytest.raises(DataError, match="fields of 1 answers, there are 2"):
         family_rows([Sample([1], [[2], [3]], [{"v": [1]}])], 8)
+
+
+@pytest.mark.parametrize(
+    ("parent", "why"),
+    [
+        ([-1, -1, -1, 0, -1, -1], "position 3: segment 1 has the parents -1 and 0"),
+        ([-1, -1, 0, -1, -1, -1], "position 3: segment 1 has the parents 0 and -1"),
+        ([-1, -1, 7, 7, -1, -1], "parent segment 7 of segment 1 is not in the row"),
+        ([-1, -1, -1, -1, 0, -1], "parent segment 0 of segment -1 is not in the row"),
+        ([1, 1, -1, -1, -1, -1], "parent segment 1 must come before its child 0"),
+        ([-1, -1, 1, 1, -1, -1], "parent segment 1 of segment 1 is not in the row"),
+    ],
+)
+def test_parents_that_cannot_be_are_refused(parent, why):
+    """Of two parents within a segment the attention took the first position's, the positions each their own."""
+    with pytest.raises(DataError, match=why):
+        Batch.make(torch.zeros(1, 6), segment=torch.tensor([[0, 0, 1, 1, -1, -1]]), parent=torch.tensor([parent]))
+    with pytest.raises(DataError, match="one level is allowed"):
+        Batch.make(torch.zeros(1, 3), segment=torch.tensor([[0, 1, 2]]), parent=torch.tensor([[-1, 0, 1]]))

@@ -157,7 +157,8 @@ def test_shared_prompt_counts_once_for_each_child():
     apart = Batch.make(torch.tensor([[1, 2, 3, 4, 1, 2, 3, 5, 6]]), segment=torch.tensor([[0] * 4 + [1] * 5]))
     table = torch.randn(9, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for scope in ("valid", "supervised"):
-        for form in (balance_by_sequence, balance_by_microbatch):
+        pooled = lambda r, flat, scope: balance_hf([r, r], flat, scope)
+        for form in (balance_by_sequence, balance_by_microbatch, pooled):
             values = [form(route(table[b.flat.ids_N], 2), b.flat, scope) for b in (shared, apart)]
             if scope == "valid":
                 assert scope_count([shared.flat], scope) == scope_count([apart.flat], scope) == 9

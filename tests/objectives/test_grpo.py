@@ -277,6 +277,10 @@ def test_value_loss_without_clip_and_explained_variance():
     assert explained_variance(named) == pytest.approx(want.item(), abs=1e-12)
     same = {"critic/error": 0.5, "critic/error_sq": 1.0, "critic/return": 0.3, "critic/return_sq": 0.3 * 0.3}
     assert explained_variance(same) == 0.0
+    batch = answers([300], **{"return": torch.full((1, 301), 0.3)})  # float32, as a critic's are
+    value = 0.3 + 0.1 * torch.randn(1, 301, generator=g)
+    metrics = loss_of(ValueLoss(clip=None), batch, value, attribute="value_M")[1]
+    assert explained_variance({f"critic/{name}": x for name, x in metrics.items()}) == 0.0
     with pytest.raises(ConfigError, match="clip=0"):
         ValueLoss(clip=0.0)
     with pytest.raises(DataError, match="'old_value'"):
