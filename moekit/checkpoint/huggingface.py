@@ -27,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _SLICE = 2**24  # elements copied at a time
 _LISTED = 40  # names written out in full in an error
+_FREQUENCIES = "rotary_emb.inv_freq"  # in old files; they follow from the config
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     """The narrowest dtype of moekit's models that holds every stored value exactly.
 
     bfloat16 where all tensors are; float64 where one is; else float32, so float16 becomes float32."""
-    kinds = {stored.dtype for stored in stored_tensors(path).values()}
+    kinds = {stored.dtype for name, stored in stored_tensors(path).items() if not name.endswith(_FREQUENCIES)}
     return torch.bfloat16 if kinds == {"BF16"} else torch.float64 if "F64" in kinds else torch.float32
 
 
@@ -180,8 +181,8 @@ def _plan(config: ModelConfig, family: Family, stored: dict[str, Stored]) -> dic
             plan[name] = piece
     for name, tensor in stored.items():
         if name not in plan:
-            # a tied head stored once more is compared with the embedding; rotary frequencies follow from the config
-            if not (name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")):
+            # a tied head stored once more is compared with the embedding
+            if not (name.endswith(_FREQUENCIES) or (config.tied_head and name == "lm_head.weight")):
                 problems["not expected"].append(name)
         elif tensor.shape != plan[name].shape:
             problems["of another shape"].append(f"{name} {tensor.shape} where the model has {plan[name].shape}")

@@ -156,6 +156,9 @@ def test_dtype(tmp_path, stored, asked, got):
     assert reload(export(model, tmp_path / "again")).dtype == got
     with pytest.raises(ConfigError, match="dtype=torch.int8 is not one of float32"):
         load(tmp_path, dtype=torch.int8)
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}  # float32 in old files; not a weight
+    save_file(load_file(tmp_path / "model.safetensors") | frequencies, tmp_path / "model.safetensors")
+    assert asked or load(tmp_path).embed.weight.dtype == got
 
 
 def test_bc_062_every_parameter_is_written_and_a_misnamed_tensor_is_an_error(tmp_path):
