@@ -26,7 +26,7 @@ from ..workloads import GRPOConfig
 from . import rl, runs
 from .rl import Experience
 from .runs import Recorder
-from .sampler import Sampler, old_samples
+from .sampler import Sampler
 
 SHOWN = {"reward": "reward/mean", "length": "rollout/length", "loss": "loss/grpo", "held out": "eval/score"}
 
@@ -71,21 +71,13 @@ def train(config: GRPOConfig) -> dict[str, Any]:
         Sampler(run, learner, *others) as sampler,
         Recorder(run, learner, start, shown=SHOWN, others=others, **rl.card(config)) as record,
     ):
-        sampler.scores = state.get("scores", {})
-        if run.world.rank == 0:
-            old_samples(run.folder, start)
-        first = sampler.held_out() if start == 0 else {}
+        sampler.begin(start, state.get("scores", {}))
         for step in range(start, config.steps):
             chosen, experience = sampler.rollout(stream, step)
             metrics, arrays, advantage_A = update(learner, reference, experience, sampler, step)
             sampler.transfer()
-            sampler.log(step, chosen, experience, advantage_A)
-            metrics = first | metrics | sampler.metrics(experience)
-            passes, more = sampler.passes()
-            if sampler.due(step):
-                metrics |= sampler.held_out()
-            record.step(step, metrics | passes, arrays | more, sampler.state())
-            first = {}
+            told, more = sampler.told(step, chosen, experience, advantage_A)
+            record.step(step, metrics | told, arrays | more, sampler.state())
     return record.finish(**sampler.scores)
 
 

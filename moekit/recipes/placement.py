@@ -52,7 +52,7 @@ class Weights:
         learner: whose.
         config: of the run; `rollout_dtype` is that of the wire.
         serves: what this rank's engine holds; None = the whole model.
-        waits: the ranks, for a collective that waits for a server.
+        waits: the ranks, for a collective that waits for a server or for another rank's engine.
     """
 
     def __init__(
@@ -76,40 +76,40 @@ class Weights:
         size = sum(len(p) * sizes[n] for n, p in self.pieces.items())
         self.engine_bytes = size * (1 + keeps) if want[self.world.rank] else 0  # of weights held here for the engine
         self.plan_s, self.waited, self.wired = time.perf_counter() - began, 0.0, 0
-        self.moved, self.version = Sent(), -1
+        self.moved, self.version, self.whole = Sent(), -1, False  # whole: what `again` gives is of one version
         a, b = torch.ones(2, PROBE, dtype=torch.uint8)
         self.floor_s = size / PROBE * min(timeit.repeat(lambda: a.copy_(b), number=1, repeat=3))
 
     def give(self, engine: Any, mode: str) -> None:
         """Bring the learner's newest version to the engine; nothing moves where it is there. A collective.
 
-        `engine`: embedded, or with an `update(chunks, version, mode)` that takes all of them and returns `Sent`."""
+        `engine`: embedded, or with an `update(chunks, version, mode)` that takes all of them and returns `Sent`. Of a
+        vLLM server it is rank 0's; the other ranks give that one what they hold, and wait.
+        Raises: MoekitError, on all ranks: an engine of one of them did not take the weights."""
         version = self.learner.updates
         self.moved, self.waited, self.wired = Sent(), 0.0, 0
         if version == self.version:
             return
-        if isinstance(engine, EmbeddedEngine):
-            self.moved = load(engine, version, mode, self.chunks())
-        else:  # which waited for ranks, not for a cast
-            one = isinstance(engine, VLLMEngine)
-            self.moved += self._lead(engine, version, mode) if one else engine.update(self.chunks(), version, mode)
+        own, one, lost = isinstance(engine, EmbeddedEngine), isinstance(engine, VLLMEngine), False
+        source = self.chunks()
+        with together(self.waits):
+            try:
+                if own:
+                    self.moved = load(engine, version, mode, source)
+                elif not one or self.world.rank == 0:
+                    self.moved = engine.update(source, version, mode)
+            except EngineError:
+                lost = one
+                if not one:
+                    raise
+            finally:
+                for _ in source:  # what an engine did not take, others may be waiting to give, or to get
+                    pass
+        if not own:  # it waited for ranks, not for a cast
             self.moved += Sent(0, {"cast": -self.waited, "wire": self.waited})
         self.version = version
-
-    def _lead(self, engine: VLLMEngine, version: int, mode: str) -> Sent:
-        """Rank 0 updates the server of all ranks; the others give it what they hold, and wait. A collective."""
-        sent, lost = Sent(), False
-        try:
-            if self.world.rank == 0:
-                sent = engine.update(self.chunks(), version, mode)
-            else:
-                list(self.chunks())
-        except EngineError:
-            lost = True
-        self.version = version
-        if not self.recovered(engine, lost):
+        if one and not self.recovered(engine, lost):
             engine.follow(version)
-        return sent
 
     def recovered(self, engine: VLLMEngine, lost: bool) -> bool:
         """Whether some rank has `lost` its server, which then has the newest version again. A collective.
@@ -131,6 +131,7 @@ class Weights:
         for s in self.plan.sends:
             cuts = range(s.start, s.stop, CUT)
             sends[s.source, s.target] += [replace(s, start=at, stop=min(at + CUT, s.stop)) for at in cuts]
+        self.whole = False
         for turn in range(size):
             to, source = (rank + turn) % size, (rank - turn) % size
             mine = chunks(own, sends.get((rank, to), []), self.dtypes)
@@ -140,6 +141,7 @@ class Weights:
                     self.kept[chunk.name][chunk.start : chunk.start + len(chunk.data)] = chunk.data
                 if chunk is not None:
                     yield chunk
+        self.whole = True
 
     def _swap(self, out: Chunk | None, into: Send | None, to: int, source: int) -> Chunk | None:
         """One chunk to a rank, one from another, side by side."""
@@ -164,7 +166,9 @@ class Weights:
         return self.own
 
     def again(self) -> Iterable[Chunk]:
-        """The version that was given last, on this rank alone."""
+        """The version that was given last, on this rank alone. Raises EngineError: a part of another came after it."""
+        if not self.whole:
+            raise EngineError("the weights for the engine's process are half of a transfer; resume from a checkpoint")
         kept = {n: (self.pieces[n], flat) for n, flat in self.kept.items()}
         return chunks(kept or self._held(), None, self.dtypes)
 
@@ -196,11 +200,12 @@ def engine_of(learner: Learner, config: RLConfig, waits: World | None = None) ->
         if layout.ep == 1 and same and model.part == Part.whole(model.config):
             return EmbeddedEngine.of(model, lambda: learner.updates, slots=config.slots), None
         engine = serving_engine(model.config, layout, learner.world, **how)
-        return engine, Weights(learner, config, engine.model)
+        return engine, Weights(learner, config, engine.model, waits)
     weights = Weights(learner, config, None, waits)
     if config.engine == "process":
         return EngineProcess(model.config, **how, weights=weights.again), weights
-    link = HTTPLink(config.engine_url or "", connections=config.slots)
+    seconds = max(120.0, config.engine_seconds)
+    link = HTTPLink(config.engine_url or "", timeout=seconds, connections=config.slots)
     # a step may move the weights too little for the probe: that is counted in the metrics
     vllm = VLLMEngine(link, model.config, dtype=own, need_proof=False)
     vllm.attach()

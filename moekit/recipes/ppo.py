@@ -33,7 +33,7 @@ from ..workloads import PPOConfig
 from . import rl, runs, setup
 from .rl import Experience
 from .runs import Recorder, Run
-from .sampler import Sampler, old_samples
+from .sampler import Sampler
 
 SHOWN = {"reward": "reward/mean", "length": "rollout/length", "value": "critic/explained", "held out": "eval/score"}
 
@@ -80,21 +80,13 @@ def train(config: PPOConfig) -> dict[str, Any]:
         Sampler(run, learner, *others) as sampler,
         Recorder(run, learner, start, shown=SHOWN, critic=critic, others=others[1:], **rl.card(config)) as record,
     ):
-        sampler.scores = state.get("scores", {})
-        if run.world.rank == 0:
-            old_samples(run.folder, start)
-        first = sampler.held_out() if start == 0 else {}
+        sampler.begin(start, state.get("scores", {}))
         for step in range(start, config.steps):
             chosen, experience = sampler.rollout(stream, step)
             metrics, arrays = update(learner, critic, reference, experience, sampler, step)
             sampler.transfer()
-            sampler.log(step, chosen, experience)
-            metrics = first | metrics | sampler.metrics(experience)
-            passes, more = sampler.passes()
-            if sampler.due(step):
-                metrics |= sampler.held_out()
-            record.step(step, metrics | passes, arrays | more, sampler.state())
-            first = {}
+            told, more = sampler.told(step, chosen, experience)
+            record.step(step, metrics | told, arrays | more, sampler.state())
     return record.finish(**sampler.scores)
 
 

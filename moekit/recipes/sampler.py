@@ -84,6 +84,7 @@ class Sampler:
         self.prompts: Prompts = run.data
         self.watch = Stopwatch()
         self.scores: dict[str, dict[str, float]] = {}
+        self.first: dict[str, float] = {}  # held-out scores of the start, for the first step's record
         self.taken: dict[str, Any] = {}  # where the prompts are after this step
         self.next: tuple[np.ndarray, dict[str, Any], Callable[[], list[Rollout]]] | None = None  # of the step to come
         self.began, self.busy = time.perf_counter(), 0.0  # of this step; seconds that the engine worked in it
@@ -118,6 +119,14 @@ class Sampler:
         getattr(self.engine, "close", lambda: None)()  # which ends what is being sampled, too
         if self.beside is not None:
             self.beside.shutdown()
+
+    def begin(self, start: int, scores: dict[str, dict[str, float]]) -> None:
+        """Before the first step of this process: answers of steps to be taken again are no more in `samples.jsonl`, and
+        a new run answers the held-out prompts. A collective."""
+        self.scores = scores
+        if self.world.rank == 0:
+            old_samples(self.folder, start)
+        self.first = self.held_out() if start == 0 else {}
 
     # ------------------------------------------------------------------ a step
     def rollout(self, stream: RowStream, step: int) -> tuple[np.ndarray, Experience]:
@@ -232,6 +241,18 @@ class Sampler:
         return told
 
     # ------------------------------------------------------------------ what is recorded
+    def told(
+        self, step: int, chosen: np.ndarray, experience: Experience, advantage_A: Tensor | None = None
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:  # fmt: skip
+        """Metrics and arrays of a step that are not its updates': answers, engine, passes, held-out prompts; and its
+        first answers are written. A collective."""
+        self.log(step, chosen, experience, advantage_A)
+        metrics, self.first = self.first | self.metrics(experience), {}
+        passes, arrays = self.passes()
+        if self.due(step):
+            metrics |= self.held_out()
+        return metrics | passes, arrays
+
     def metrics(self, experience: Experience) -> dict[str, float]:
         """Of the answers, their rewards, the seconds of the step's parts. A collective."""
         answers = experience.answers

@@ -18,16 +18,20 @@ from safetensors.torch import load_file
 
 import moekit
 from moekit.checkpoint.huggingface import load_into
+from moekit.config import LearnerConfig, ModelConfig
 from moekit.data.batch import Batch
-from moekit.errors import ConfigError
+from moekit.errors import ConfigError, TransferError
 from moekit.learner.learner import Learner
 from moekit.learner.weights import export
 from moekit.model.transformer import Transformer
 from moekit.objectives.grpo import GRPO
+from moekit.objectives.sft import SFT
 from moekit.recipes import grpo, ppo, rl, sampler
 from moekit.recipes.placement import Weights
+from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine_process import EngineProcess
-from moekit.workloads import GRPOConfig, PPOConfig
+from moekit.rollout.weight_transfer import load
+from moekit.workloads import GRPOConfig, PPOConfig, RLConfig
 
 LETTERS = '''
 def letters(item, answer):
@@ -270,6 +274,43 @@ def marked(mark: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def refused_on_rank_1() -> tuple[list[str], list[float], int, int]:
+    """What `give` raises on this rank, and after how many seconds, where rank 1's engine stops after a chunk; the bytes
+    that come with the next try, and those of a model."""
+    torch.set_num_threads(1)
+    shape = ModelConfig(vocab=64, width=16, layers=2, heads=2, experts=4, top_k=2, expert_width=12)
+    one, told, took = Learner(Transformer(shape, seed=1), SFT(), LearnerConfig(ep=2)), [], []
+    for kind in ("embedded", "process"):
+        engine = EmbeddedEngine(shape, dtype="float32")
+        weights, began = Weights(one, RLConfig("", "", engine=kind)), time.perf_counter()
+        write = engine.write
+
+        def refuse(chunk, write=write):
+            write(chunk)
+            if one.world.rank:
+                raise TransferError("no more")
+
+        engine.write = refuse
+        beside = SimpleNamespace(update=lambda source, version, mode, e=engine: load(e, version, mode, source))
+        given = engine if kind == "embedded" else beside
+        with pytest.raises(TransferError) as found:
+            weights.give(given, "atomic")
+        told.append(str(found.value))
+        took.append(time.perf_counter() - began)
+        engine.write = write
+        weights.give(given, "atomic")
+    return told, took, weights.moved.bytes, sum(p.numel() for p in Transformer(shape).parameters()) * 4
+
+
+@pytest.mark.long
+def test_an_update_that_one_rank_refuses_ends_on_all(tmp_path):
+    """At once: nobody waits for chunks that it would have sent or taken; and the next one arrives whole."""
+    found = moekit.submit(refused_on_rank_1, nproc=2, runs=tmp_path, threads=1).result(timeout=90)
+    for rank, (told, took, size, whole) in enumerate(found):
+        assert told == ["no more"] * 2 and max(took) < 20
+        assert size == whole * rank  # rank 0 has this version
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import moekit
 from moekit.errors import CapabilityError, ConfigError, EngineError
 from moekit.learner.weights import export
 from moekit.model.transformer import Transformer
-from moekit.recipes import grpo, ppo
+from moekit.recipes import grpo, placement, ppo
 from moekit.rollout.vllm_engine import VLLMEngine
 from moekit.workloads import GRPOConfig, PPOConfig
 
@@ -82,6 +82,20 @@ def test_one_server_for_two_ranks_that_hold_parts(kit, served, tmp_path, layout)
     assert {r["transfer/bytes"] for r in found} == {size}
     assert {r["memory/engine_parameters_bytes"] for r in found} == {size}  # no copy on rank 1
     assert [s["answer"] for s in samples(tmp_path / "run")] == [s["answer"] for s in samples(tmp_path / "whole")]
+
+
+def test_an_answer_may_take_as_long_as_the_config_says(kit, tmp_path, monkeypatch):
+    """A long one is no sign of a server that is gone."""
+    made = []
+
+    def link(url, **how):
+        made.append(how)
+        raise EngineError("enough")
+
+    monkeypatch.setattr(placement, "HTTPLink", link)
+    with pytest.raises(EngineError, match="enough"):
+        grpo.train(run(kit, "http://127.0.0.1:9", tmp_path / "run", engine_seconds=3600.0))
+    assert made == [{"timeout": 3600.0, "connections": 2}]
 
 
 @pytest.mark.long
