@@ -10,10 +10,13 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from moekit.errors import DataError
 from moekit.learner.mesh import World
 from moekit.recipes import rl
 
@@ -132,6 +135,42 @@ def test_replayed_routes_are_each_tokens_own(share):
     assert seen == sum(len(a.ids) for a in told.answers)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_rows_are_the_sampled_ids_and_what_was_known_of_them(share):
+    """BC-104: [4, 1, 2] reads "xab" and would be encoded again as [4, 3]; it is trained on as it was sampled, and the
+    next turn's prompt begins with it. BC-106: the stop token 2 that was sampled is a label, and none is added to what
+    was cut.
+    """
+    words = {4: "x", 1: "a", 2: "b", 3: "ab", 8: "8", 9: "9", 10: "ten"}
+    told = [(-1.0, -2.0, -3.0), (-4.0, -5.0, -6.0), (-7.0, -8.0, -9.0)]
+    sampled = [([4, 1, 2], "length"), ([8, 9, 2], "stop"), ([8, 9, 10], "length")]
+    answers = [updating.Answer(ids, torch.tensor(x), None, torch.zeros(3), finish)
+               for (ids, finish), x in zip(sampled, told)]  # fmt: skip
+    asked = {}
+    made = updating.sampler(updating.GRPOConfig("", "", max_prompt=8, max_new_tokens=4, length=24, share_prompt=share))
+    made.world = made.waits = World()
+    made.engine = None
+    made.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(words[i] for i in ids))
+    made.pool = SimpleNamespace(score=lambda items, texts, ids: asked.update(texts=texts, ids=ids) or [
+        updating.Reward(1.0, {}) for _ in texts])  # fmt: skip
+    prompts = rl.Prompts([[7, 5]], [{}], rl.Report())
+    found = made._answer(
+        prompts, np.arange(1), lambda: [updating.Rollout([7, 5], None, answers)], updating.Stopwatch()
+    )  # fmt: skip
+    assert found.texts == asked["texts"] == ["xab", "89b", "89ten"]
+    assert asked["ids"] == [[7, 5, *ids] for ids, _ in sampled]
+    fields = [{"old_logprob": a.logprobs} for a in found.answers]
+    (batch,) = rl.microbatches(found.samples(fields), made.config, updating.Forward(updating.seeded()))
+    flat = batch.flat
+    for i, (ids, _) in enumerate(sampled):
+        here = flat.at_labels("answer") == i
+        assert flat.label_M[here].tolist() == ids and flat.at_labels("old_logprob")[here].tolist() == list(told[i])
+        assert flat.ids_N[flat.label_index_M[here]].tolist() == [5, *ids[:-1]]  # each predicted from the one before
+    assert len(flat.label_M) == 9 and [a.terminated for a in found.answers] == [False, True, False]
+    with pytest.raises(DataError, match="2 values of 'old_logprob' for 3 labels"):
+        rl.microbatches(found.samples([{"old_logprob": a.logprobs[:2]} for a in answers]), made.config, None)
+
+
 # ------------------------------------------------------------------ odd answers
 def test_grpo_counts_what_teaches_nothing():
     got = one("2, dp2, grpo")
@@ -232,7 +271,6 @@ def test_an_update_is_one_on_each_part_in_turn():
 
 def test_a_longer_prompt_than_the_limit_is_left_out_and_reported(kit, tmp_path):
     from moekit.data.chat import load_tokenizer
-    from moekit.errors import DataError
 
     tokenizer = load_tokenizer(kit.tokenizer)
     config = updating.GRPOConfig("", str(kit.data), max_prompt=90, max_new_tokens=4, length=96)

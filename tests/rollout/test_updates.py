@@ -36,7 +36,7 @@ def crossing(engine, small, switch):
 
 @pytest.mark.parametrize("mode", ["atomic", "in_place", "shared"])
 def test_every_token_is_of_its_version_s_weights_and_keys(small, mode):
-    """Tokens before the update have the old weights' log-probs, those after it the new ones' over the whole sequence:
+    """BC-109, within an answer: tokens before the update have the old weights' log-probs, those after it the new ones':
     with old keys under new weights the gap is far above 1e-5."""
     old, new = small.model(seed=1), small.model(seed=2)
     serving, version = small.model(seed=1), [5]
