@@ -1,5 +1,6 @@
 """The widgets of a dashboard: a box of state, buttons, figures, sliders and a log, set from any thread."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,13 @@ RESUME = "Submits the job's call again with resume=True: it goes on from its new
 # in a page where the widget stands, its static twin, the next output of the cell, is not needed
 STYLE = "<style>.jp-OutputArea-child:has(.moekit-dashboard) + .jp-OutputArea-child {display: none}</style>"
 NOTES = 32  # annotations of a figure; their number must not change
+# plotly's script, 5 MB, comes with the first figure, which leaves it on the page (as what it exports by default)
+EXPORT = r"export\s*{[^}]*\b(\w+) as default\s*}"
+LEAVE, TAKE = ";globalThis[{key!r}] = {name};", """export default async () => {{
+  while (!globalThis[{key!r}]) await new Promise(wait => setTimeout(wait, 50));
+  const widget = globalThis[{key!r}];
+  return typeof widget === "function" ? widget() : widget;
+}};"""  # fmt: skip
 NO_NOTE = {"text": "", "showarrow": False, "visible": False, "x": 0, "y": 0, "xref": "paper", "yref": "paper"}
 
 
@@ -26,12 +34,17 @@ class Controls:
         w = need("ipywidgets", "a dashboard's page")
         # A figure that tells the page of itself when it is whole: a page may draw at once what it is told first.
         self._base = need("plotly.graph_objects", "a dashboard's page").FigureWidget
-        self._figure = type("FigureWidget", (self._base,), {"open": lambda _: None})
+        script, key = str(self._base._esm), f"moekit plotly {need('plotly', 'a page').__version__}"
+        names = re.findall(EXPORT, script)
+        scripts = [script + LEAVE.format(key=key, name=names[-1]), TAKE.format(key=key)] if names else [script, script]
+        self._first, self._later = (
+            type("FigureWidget", (self._base,), {"open": lambda _: None, "_esm": script}) for script in scripts
+        )
         self.figures: dict[str, Any] = {}
         self._drawn: set[str] = set()  # those that a page has told of
         self.follows = True  # whether the step slider follows the last step
         self._setting = 0  # the thread that sets widgets: what it changes, nobody has chosen
-        wide, look = {"width": "100%"}, {"style": {"description_width": "initial"}}
+        wide, look = {"width": "auto"}, {"style": {"description_width": "initial"}}
         choose = lambda options, **how: w.Dropdown(options=options, layout={"width": "auto"}, **look, **how)
         button = lambda name: w.Button(description=name, disabled=True, layout={"width": "84px"})
         self.widgets = {
@@ -101,7 +114,7 @@ class Controls:
         notes = [note | {"visible": True} for note in layout.get("annotations", ())]
         layout["annotations"] = notes + [NO_NOTE] * (NOTES - len(notes))
         if name not in self.figures:
-            widget = self._figure(now)
+            widget = (self._later if self.figures else self._first)(now)
             widget.update_layout(**layout)
             widget._config = widget._config | {"displayModeBar": False}
             widget._widget_layout = deepcopy(widget._layout)

@@ -27,6 +27,7 @@ from moekit.measure.follow import Columns, read_table
 from moekit.measure.record import RunWriter, decode, encode
 from moekit.viz import dashboard as module
 from moekit.viz import overview
+from moekit.viz.controls import Controls
 from moekit.viz.dashboard import dashboard
 from moekit.viz.follow import FASTEST_S
 
@@ -110,6 +111,8 @@ def test_the_map_of_expert_load_follows_the_last_step_until_the_slider_is_moved(
     until(lambda: share()[0] == [0, 0, 4, 0])
     step.value = 1  # the reader moves it
     until(lambda: share()[0] == [0, 4, 0, 0] and "at step 1" in words(board.figures["load"]))
+    (marked,) = (note.x for note in board.figures["load"].layout.annotations if note.text == "▾")
+    assert marked == pytest.approx(0.56 + 0.44 * 1.5 / 7)  # column 1 of 7
     record(tmp_path, 1, start=7)
     until(lambda: step.max == 7)
     assert step.value == 1 and share()[0] == [0, 4, 0, 0]
@@ -286,6 +289,26 @@ def test_what_goes_wrong_is_said_in_the_page_and_raised_by_wait(tmp_path: Path) 
     with pytest.raises(RunError, match="broken"):
         board.wait(20)
     assert "stopped following" in board.widgets["message"].value
+
+
+def test_what_is_set_for_the_reader_is_not_taken_for_a_choice_of_hers() -> None:
+    changed: list[int] = []
+    page = Controls(["run"], lambda name: None, lambda: changed.append(1))
+    with page.setting():
+        page.steps(0, 9)
+    assert page.value("step") == 9 and page.follows and not changed
+    page.widgets["step"].value = 5
+    assert changed == [1] and not page.follows
+    with page.setting():
+        page.steps(0, 2)  # the run was cut
+        page.steps(0, 4)
+    assert page.value("step") == 2 and not page.follows and changed == [1]
+
+
+def test_plotlys_script_goes_to_the_page_once(tmp_path: Path) -> None:
+    board = dashboard(job(record(tmp_path, 2), "finished"))
+    first, *later = (len(fig._esm) for fig in board.figures.values())
+    assert first > 1e6 and len(later) == 2 and max(later) < 1000
 
 
 # ------------------------------------------------------------------ the twin
