@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ CONVENTION = """\
 Memory: bytes of the fullest rank; the total is that of the phase that takes most. Storage is exact, activations are
 what autograd keeps for the microbatches in flight and one recomputation. Buffers of kernels and collectives, the
 allocator and the CUDA context come on top. Wire: sent by the rank that sends most, in one step (one rollout of GRPO and
-PPO), with balanced routing; all-reduces are counted as rings. GB = 1e9 bytes."""
+PPO); all-reduces are counted as rings. Routing is taken to be balanced: an expert-parallel rank that is sent more rows
+keeps and returns more. GB = 1e9 bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Option:
     rows: dict[str, int] = field(repr=False)  # component/pass -> routed rows of all ranks in one step
     fits: bool = True
     seconds: dict[str, float] | None = None  # by phase, and "total"; None = no unit costs were given
+    beside: bool = False  # answers are sampled while the learner trains (`staleness`)
 
     @property
     def peak(self) -> str:
@@ -81,13 +84,13 @@ class Option:
     @property
     def at_peak(self) -> dict[str, int]:
         """`memory` without what is not there in the phase that takes most."""
-        return {k: n for k, n in self.memory.items() if k in _alive(self.peak, self.memory)}
+        return {k: n for k, n in self.memory.items() if k in _alive(self.peak, self.memory, self.beside)}
 
 
 def plan(
     model: ModelConfig | str, workload: RunConfig, world: int = 1, memory: float | None = None, *,
-    lengths: Any = None, ep: Sequence[int] | None = None, pp: Sequence[int] | None = None,
-    zero: Sequence[int] = (0, 1, 2), recompute: Sequence[Recompute] = ("none", "moe", "block"),
+    lengths: Any = None, ep: Sequence[int] | int | None = None, pp: Sequence[int] | int | None = None,
+    zero: Sequence[int] | int = (0, 1, 2), recompute: Sequence[Recompute] | Recompute = ("none", "moe", "block"),
     costs: UnitCosts | str | Path | None = None, device: str | None = None,
 ) -> Plan:  # fmt: skip
     """What every layout of a run takes: memory by component, bytes on the wire, routed rows, seconds; which fit.
@@ -101,7 +104,7 @@ def plan(
         memory: bytes that a rank may use; None = no limit.
         lengths: tokens of what is trained on: one (prompt, answer) for all, or a (prompt, [answers]) for each prompt
             of the step (for SFT: of the data set). None = as long as the config allows (`plan_step.Step.of`).
-        ep, pp, zero, recompute: what to try; of ep and pp None = all that the model and the world allow.
+        ep, pp, zero, recompute: what to try, one or several; of ep and pp None = all that model and world allow.
         costs: measured unit costs (`moekit.recipes.unit_costs.measure_unit_costs`, or a JSON file of them), or a
             device's peak figures (`UnitCosts.peak`), which give a floor. None = no seconds are predicted.
         device: "cuda" or "cpu", whose kernels keep other things; None = that of `costs`, else "cuda".
@@ -122,7 +125,11 @@ def plan(
     """
     shape = model_shape(model) if isinstance(model, str) else model
     name = model if isinstance(model, str) else f"a model of {number(parameter_counts(model)['total'])} parameters"
-    _need(memory is None or memory > 0, f"memory={memory} must be above 0 bytes of a rank (80 GB are 80e9)")
+    _need(isinstance(world, int), f"world={world!r} must be a whole number of ranks")
+    enough = memory is None or (isinstance(memory, Real) and memory > 0)
+    _need(enough, f"memory={memory!r} must be above 0 bytes of a rank (80 GB are 80e9)")
+    given = {"ep": ep, "pp": pp, "zero": zero, "recompute": recompute}
+    tries: dict[str, Any] = {k: (x,) if isinstance(x, (int, str)) else x for k, x in given.items()}
     costs = UnitCosts.load(costs) if isinstance(costs, (str, Path)) else costs
     device = device or (costs.device if costs else "cuda")
     _need(device in ("cpu", "cuda"), f"device={device!r} is not 'cpu' or 'cuda'")
@@ -134,21 +141,21 @@ def plan(
     if workload.learner.precision == "mxfp8":
         check_shape(shape)
     legal = layouts.legal_layouts(shape, world)
-    some = [x for x in legal if (ep is None or x.ep in ep) and (pp is None or x.pp in pp)]
+    some = [x for x in legal if all(tries[k] is None or getattr(x, k) in tries[k] for k in ("ep", "pp"))]
     out, refused = list[Option](), list[ConfigError]()
-    tried: list[Any] = [(x, z, r) for x in some for z in (zero if x.dp > 1 else zero[-1:]) for r in recompute]
+    tried = [(x, z, r) for x in some for z in (tries["zero"] if x.dp > 1 else tries["zero"][-1:])
+             for r in tries["recompute"]]  # fmt: skip
     for x, z, r in tried:
         try:
             out.append(_option(shape, step, x, z, r, world, memory, costs, device))
         except ConfigError as error:
             refused.append(error)
     if not out:
-        asked = f"ep={ep}, pp={pp}, zero={zero}, recompute={recompute}"
+        asked = ", ".join(f"{k}={x}" for k, x in tries.items())
         why = str(refused[0]) if refused else "legal are (dp, ep, pp) = " + ", ".join(str(tuple(x)) for x in legal)
         raise ConfigError(f"no layout of {world} ranks with {asked} can be planned: {why}")
     out.sort(key=lambda o: (not o.fits, *_order(o)))
-    how = {"lengths": lengths, "ep": ep, "pp": pp, "zero": zero, "recompute": recompute, "costs": costs,
-           "device": device}  # fmt: skip
+    how = {"lengths": lengths, **tries, "costs": costs, "device": device}
     return Plan(name, shape, step, world, memory, tuple(out), how)
 
 
@@ -183,8 +190,7 @@ class Plan:
     @property
     def best(self) -> Option | None:
         """What fits in the least predicted time, or without unit costs in the pipeline that idles least, with the
-        least bytes on the wire; None = none
-        fits, and `verdict` says by how much."""
+        least bytes on the wire; None = none fits, and `verdict` says by how much."""
         return next(iter(self.fitting), None)
 
     @property
@@ -234,7 +240,8 @@ class Plan:
         told = ", ".join(f"{k} {_gb(n)}" for k, n in most)
         lines = [f"nothing fits in {_gb(self.memory)} a rank: {near.name} lacks {_gb(near.total - self.memory)}"]
         lines += [f"its {near.peak} phase takes {_gb(near.total)} ({told})"]
-        helps = [f"{words}: {_gb(n)}{' fits' * (n <= self.memory)}" for words, n in self.helps() if n < near.total]
+        helps = [f"{words}: {_gb(n)}{' fits' * (n <= self.memory)}" for words, n in self.helps()
+                 if n < 0.995 * near.total]  # fmt: skip
         return "; ".join(lines + (["what would help: " + ", ".join(helps)] if helps else []))
 
     def helps(self) -> list[tuple[str, int]]:
@@ -244,7 +251,7 @@ class Plan:
         changes |= {"recompute='block'": {"recompute": ("block",)}}
         other: dict[str, Any] = {
             "dtype": "bfloat16", "microbatch_rows": 1, "microbatch_tokens": c.row_length, "reference": "cached",
-            "update_mode": "in_place", "rollout_dtype": "bfloat16",
+            "update_mode": "in_place", "rollout_dtype": "bfloat16", "slots": max(1, getattr(c, "slots", 1) // 4),
         }  # fmt: skip
         for k, value in other.items():
             if getattr(c, k, value) != value:
@@ -306,23 +313,29 @@ def _option(
     critic = plan_bytes.critic_shape(c, shape) if step.scores["critic"] else None
     if critic is not None:
         check_layout(own, critic, world)
-    size = lambda found: sum(found.values())
-    some = range(0, world, min(x.dp, world // own.pp))  # ranks of one pipeline place are alike
-    held = max((plan_bytes.rank_bytes(shape, critic, step, learner, own, world, r, device) for r in some), key=size)
-    held |= max((plan_bytes.engine_bytes(shape, step, learner, world, r, device) for r in range(world)), key=size)
-    held = {k: held[k] for k in PARTS if held.get(k)}
-    phases = {
-        p: sum(held[part] for part in _alive(p, held)) for p, k in WORKING.items() if p == "train" or held.keys() & k
-    }
+    each, size, beside = min(x.dp, world // own.pp), lambda found: sum(found.values()), getattr(c, "staleness", 0) > 0
+
+    def phases_of(held: dict[str, int]) -> dict[str, int]:
+        some = [p for p, working in WORKING.items() if p == "train" or held.keys() & working]
+        return {p: sum(held[k] for k in _alive(p, held, beside)) for p in some}
+
+    def held_at(start: int) -> dict[str, int]:  # ranks of one pipeline place are alike but for their prompts
+        engines = (plan_bytes.engine_bytes(shape, step, learner, world, start + i, device) for i in range(each))
+        found = plan_bytes.rank_bytes(shape, critic, step, learner, own, world, start, device) | max(engines, key=size)
+        return {k: found[k] for k in PARTS if found.get(k)}
+
+    held = max(map(held_at, range(0, world, each)), key=lambda held: max(phases_of(held).values()))
+    phases = phases_of(held)
     wire = plan_bytes.wire(shape, critic, step, learner, own, world)
     rows = step.rows(shape, learner, own, world)
     seconds = predict(costs, shape, critic, step, learner, own, world, wire, held) if costs else None
     fits = memory is None or max(phases.values()) <= memory
     count = max(len(rank) for update in step.trained(x.dp) for rank in update)
-    return Option(*x, zero, recompute, count, learner, held, phases, wire, rows, fits, seconds)
+    return Option(*x, zero, recompute, count, learner, held, phases, wire, rows, fits, seconds, beside)
 
 
-def _alive(phase: str, held: Iterable[str]) -> list[str]:
-    """Components that are there in a phase: what stays, and what works in it."""
-    working = {k for some in WORKING.values() for k in some}
-    return [k for k in held if k not in working or k in WORKING[phase]]
+def _alive(phase: str, held: Iterable[str], beside: bool) -> list[str]:
+    """Components that are there in a phase: what stays, and what works in it; an engine that works `beside` the learner
+    is done with its answers before it takes new weights."""
+    working, too = {k for some in WORKING.values() for k in some}, WORKING["rollout"] * (beside and phase != "transfer")
+    return [k for k in held if k not in working or k in WORKING[phase] or k in too]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -143,14 +144,17 @@ def rank_bytes(
 
 def engine_bytes(shape: ModelConfig, step: Step, learner: LearnerConfig, world: int, rank: int, device: str):
     """A rank's engine: its weights, what a transfer takes besides, keys and values, and those of prompts that wait. An
-    engine on the learner's own weights needs none, vLLM's are on its server.
+    engine on the learner's own weights needs none, vLLM's are on its server; of those rank 0 keeps a copy in its
+    host's memory ("staging" on a CPU).
 
     transfer: a staging copy ("atomic"), the ring of an engine in a process of its own, two chunks where weights are
     cast. On a CPU the copy and the ring are kept ("staging"), and so is the copy that starts such an engine again.
     """
     c = step.config
-    if not isinstance(c, RLConfig) or c.engine == "vllm":
+    if not isinstance(c, RLConfig):
         return {}
+    if c.engine == "vllm":
+        return {"staging": served_bytes(c, shape)} if rank == 0 and device == "cpu" else {}
     kind, mine = DTYPES[c.rollout_dtype or c.dtype], step.mine(rank, world)
     out: dict[str, int] = {"serving": 0, "staging": 0, "transfer": 0}
     if not shares(c, learner):
@@ -204,7 +208,8 @@ def _travels(
     runs, stages = part_of(config, shape, pp_rank).stages, stages_of(config, pp_rank)
     inner, total = [i for a, b in runs for i in range(a, b)], config.pp * len(runs)
     sends = sum(0 <= n < total and n not in stages for s in stages for n in ((s - 1, s + 1) if trains else (s + 1,)))
-    rows = sum(sizes.wire_bytes((), shape, config, m, dtype, 1, microbatches=1, layers=inner)["rows"] for m in rank)
+    each = lambda m: sizes.wire_bytes((), shape, config, m, dtype, 1, microbatches=1, layers=inner)["rows"]
+    rows = sum(n * each(m) for m, n in Counter(rank).items())
     longest = max((m.positions for m in rank), default=0)
     hidden = chunks(config, len(rank)) * sends * longest * shape.width * dtype.itemsize
     return rows / (1 if trains else 2), float(hidden)

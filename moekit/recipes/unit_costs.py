@@ -181,7 +181,8 @@ def predict(
     own: LearnerConfig, world: int, wire: dict[str, float], held: dict[str, int],
 ) -> dict[str, float] | None:  # fmt: skip
     """Seconds of a step by phase and in all: computing at the measured rates, saved bytes once written and once read
-    for each pass over them, wire. They are added up, or with `costs.floor` the longest of the three counts.
+    for each pass over them, wire. They are added up, or with `costs.floor` the longest of the three counts. So are
+    phases; but sampling that goes on beside the rest, on a server or for a floor, counts where it takes longer.
 
     None: many ranks, and `costs.wire` is not known.
     """
@@ -206,7 +207,10 @@ def predict(
     if isinstance(c, RLConfig):
         out["rollout"] = join(*_rollout(costs, shape, step, world))
         out["transfer"] = join(2 * held.get("serving", 0) / costs.copy, sent("transfer"))
-    return out | {"total": sum(out.values())}
+    total, rollout = sum(out.values()), out.get("rollout", 0.0)
+    if getattr(c, "staleness", 0) and (costs.floor or c.engine == "vllm"):  # type: ignore[attr-defined]
+        total = max(rollout, total - rollout)
+    return out | {"total": total}
 
 
 def _fullest(ranks: Ranks) -> list[Microbatch]:

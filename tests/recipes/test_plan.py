@@ -20,6 +20,7 @@ from moekit.data.preference import load_pairs
 from moekit.data.source import load_examples
 from moekit.errors import ConfigError
 from moekit.learner.learner import Learner
+from moekit.learner.stages import plan_stages
 from moekit.measure.cost import Work, step_flops
 from moekit.measure.record import open_run
 from moekit.model.presets import parameter_counts, preset
@@ -29,6 +30,8 @@ from moekit.recipes import dpo, grpo, plan_bytes, ppo, sft
 from moekit.recipes.plan import PARTS, plan
 from moekit.recipes.plan_step import Step
 from moekit.recipes.unit_costs import UnitCosts, measure_unit_costs
+from moekit.rollout.vllm_engine import VLLMEngine
+from moekit.rollout.vllm_http import HTTPLink
 from moekit.workloads import DPOConfig, GRPOConfig, PPOConfig, RewardConfig
 
 torch.set_num_threads(1)
@@ -277,9 +280,76 @@ def test_rows_of_a_step_by_hand():
     } and found.supervised == 20  # fmt: skip
 
 
+# width, layers, query and key/value width, experts, top k, expert width, norms of queries and keys, vocabulary
+LARGE = {"OLMoE-1B-7B": (2048, 16, 2048, 2048, 64, 8, 1024, 4096, 50304),
+         "Qwen3-30B-A3B": (2048, 48, 4096, 512, 128, 8, 768, 256, 151936),
+         "Mixtral-8x7B": (4096, 32, 4096, 1024, 8, 2, 14336, 0, 32000)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    ("world", "ep", "pp", "zero", "recompute"),
+    [(8, 8, 1, 2, "none"), (8, 4, 1, 1, "block"), (16, 2, 4, 2, "moe"), (16, 8, 2, 0, "block")],
+)
+def test_state_rows_and_wire_of_large_models_by_hand(name, world, ep, pp, zero, recompute):
+    """From the shapes and the definitions of learner and ring alone: 2 + 4 + 4 + 8 bytes a parameter, the last two and
+    the reduced gradients divided by those who share them; 32 rows of 2048, 2 in a microbatch, of bf16."""
+    D, L, q, kv, E, K, F, norms, V = LARGE[name]
+    config = SFTConfig("", "", dtype="bfloat16", batch_rows=32, microbatch_rows=2, rows=DataConfig(length=2048))
+    (o,) = plan(name, config, world, ep=ep, pp=pp, zero=zero, recompute=recompute).options
+    dp = world // pp
+    edp, micro, N = dp // ep, 32 // dp // 2, 2 * 2048
+    held, sent = [], []
+    for rank, (start, stop) in enumerate(plan_stages(preset(name), pp)):
+        n = stop - start
+        dense = (
+            n * (D * (q + 2 * kv) + q * D + norms + 2 * D + E * D) + V * D * (start == 0) + (V + 1) * D * (stop == L)
+        )
+        expert = n * E // ep * 3 * F * D
+        shares = [(dense, dp), (expert, edp)]
+        own = sum(p / (g if zero else 1) for p, g in shares)
+        reduced = sum(p / g for p, g in shares if zero == 2 and g > 1)
+        held.append([2 * (dense + expert), 4 * (dense + expert + reduced), 4 * own, 8 * own])
+        ring = sum(p * (g - 1) / g for p, g in shares)
+        rows = (4 if recompute == "none" else 6) * micro * n * N * K * D * 2 * (ep - 1) / ep
+        hidden = ((rank > 0) + (rank < pp - 1)) * max(micro, pp) * N * D * 2
+        sent.append([4 * ring * (1 if zero == 2 else 2), 2 * ring * (zero > 0), rows, hidden])
+    got = [o.memory[k] for k in ("parameters", "gradients", "masters", "moments")]
+    assert any(got == pytest.approx(x, rel=1e-5) for x in held)
+    got = [o.wire[k] for k in ("gradients", "parameters", "rows", "pipeline")]
+    assert got == pytest.approx(max(sent, key=sum), rel=1e-5)
+    assert o.rows["policy/forward"] == 32 * 2048 * K * L
+
+
+def test_vllm_weights_are_kept_on_rank_0_and_a_stale_engine_works_beside():
+    """What `VLLMEngine.model` holds; keys and values of an engine that samples while the learner trains, until it takes
+    new weights; sampling on a server counts where it takes longer than the rest."""
+    costs = UnitCosts.peak("one", 1e9, 1e9, 1e9, device="cpu")
+    how = {"world": 2, "ep": 1, "pp": 1, "zero": 2, "recompute": "none", "device": "cpu", "costs": costs}
+    own = {"max_prompt": 32, "max_new_tokens": 32, "length": 64, "importance_cap": 2.0, "prompts": 4, "group": 2}
+    server = {"engine": "vllm", "engine_url": "http://127.0.0.1:1", "update_mode": "in_place"}
+    config = GRPOConfig("", "", **own, **server)
+    now, late = (plan("tiny", replace(config, staleness=n), **how).options[0] for n in (0, 1))
+    with VLLMEngine(HTTPLink(config.engine_url), preset("tiny")) as engine:
+        kept = sum(t.nbytes for t in (*engine.model.parameters(), *engine.model.buffers()))
+    step, at = Step.of(config), (now.learner, 2)
+    each = [plan_bytes.engine_bytes(preset("tiny"), step, *at, rank, "cpu") for rank in (0, 1)]
+    assert each == [{"staging": kept}, {}] and now.memory["staging"] == late.memory["staging"] == kept
+    assert "staging" not in plan("tiny", config, **how | {"device": "cuda"}).options[0].memory
+    parts = now.seconds
+    assert parts["total"] == pytest.approx(sum(v for k, v in parts.items() if k != "total"))
+    assert late.seconds["total"] == pytest.approx(max(parts["rollout"], parts["total"] - parts["rollout"]))
+    config = GRPOConfig("", "", **own, engine="process")
+    now, late = (plan("tiny", replace(config, staleness=n), **how).options[0] for n in (0, 1))
+    cache, kept = now.memory["kv_cache"] + now.memory["prompts"], late.memory["serving"]  # to start the engine again
+    assert late.phases == {p: n + kept + cache * (p in ("train", "score")) for p, n in now.phases.items()}
+    assert sum(late.at_peak.values()) == late.total
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"world": 1.5}, "world=1.5"), ({"memory": "80GB"}, "80GB"),
         ({"model": "no such"}, "no such"), ({"world": 0}, "world=0"), ({"memory": 0}, "memory=0"),
         ({"device": "tpu"}, "tpu"), ({"ep": [5]}, "ep="), ({"lengths": (0, 5)}, "0 tokens"),
         ({"lengths": "abc"}, "abc"),
@@ -295,7 +365,8 @@ def test_what_cannot_be_planned_is_said(change, says):
 
 
 def test_a_floor_from_peak_figures():
-    """At 1 FLOP/s and endless memory and wire the floor is the FLOPs; at 1 byte/s of wire it is what a rank sends."""
+    """At 1 FLOP/s and endless memory and wire the floor is the FLOPs; at 1 byte/s of wire it is what a rank sends. What
+    is not a floor adds both up, and does not call itself one."""
     config, how = SFTConfig("", "", batch_rows=2, microbatch_rows=1), {"zero": [2], "recompute": ["none"], "pp": [1]}
     one = plan("tiny", config, 1, costs=UnitCosts.peak("one", 1.0, 1e30), **how)
     work = Work.of(Batch.make(torch.zeros(2, 512)))
@@ -304,8 +375,11 @@ def test_a_floor_from_peak_figures():
     slow = plan("tiny", config, 1, costs=UnitCosts.peak("one", 1e30, 1e-3), **how).best.seconds["total"]
     both = plan("tiny", config, 1, costs=UnitCosts.peak("one", 1.0, 1e-3), **how).best.seconds["total"]
     assert both == pytest.approx(max(slow, one.best.seconds["total"])) and min(slow, both) > 0
+    added = plan("tiny", config, 1, costs=replace(UnitCosts.peak("one", 1.0, 1e-3), floor=False), **how)
+    assert added.best.seconds["total"] == pytest.approx(slow + one.best.seconds["total"])
+    assert "floor" not in added.verdict
     two = plan("tiny", config, 2, costs=UnitCosts.peak("one", 1e30, 1e30, 1.0), ep=[1], **how)
-    assert two.best.seconds["total"] == two.best.wire["total"] and "floor" in two.verdict
+    assert two.best.seconds["total"] == two.best.wire["total"] and "(a floor, from peak figures)" in two.verdict
     assert plan("tiny", config, 2, costs=UnitCosts.peak("one", 1.0, 1.0), **how).best.seconds is None
 
 
