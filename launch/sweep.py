@@ -27,8 +27,8 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, RunExistsError
-from .folder import ENDED, read_json, write_json
+from ..errors import ConfigError, RunExistsError, StorageError
+from .folder import ENDED, _fresh_name, read_json, write_json
 from .host import cpu_count, gpus
 from .job import Job
 from .processes import is_alive, stamp
@@ -58,6 +58,7 @@ def sweep(
     Raises:
         ConfigError: a field that is not there, or what `submit` refuses. Nothing was started.
         RunExistsError: there is a folder of that name.
+        StorageError: it cannot be written. Nothing was started.
 
     >>> s = moekit.sweep(train, config, {"learner.lr": (1e-3, 3e-3)}, seeds=(0, 1), nproc=2)       # doctest: +SKIP
     >>> s.wait().table(repeats=False)                                                              # doctest: +SKIP
@@ -77,13 +78,16 @@ def sweep(
         words = "_".join([f"{len(jobs):02d}", *(f"{n.rpartition('.')[2]}-{value}" for n, value in told.items())])
         jobs.append({"name": re.sub(r"[^\w.-]+", "-", words)[:80], "config": at, "parameters": told})
         calls.append(functools.reduce(_with, [(n, seed) for n in seeded], made[at]))
-    folder = Path(runs).absolute() / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-sweep")
-    if folder.exists():
-        how = f"give another name=, or go on with it: moekit.attach_sweep({str(folder)!r}).resume()"
-        raise RunExistsError(f"the folder {folder} exists; {how}")
+    folder = (runs := Path(runs).absolute()) / (name or _fresh_name("sweep", runs))
     options.setdefault("threads", max(1, cpu_count() // (options.get("nproc", 1) * at_once)))
     call = _pack(fn, (calls, options, at_once), {}, _name_of(fn))  # as it is now, for all jobs
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        how = f"give another name=, or go on with it: moekit.attach_sweep({str(folder)!r}).resume()"
+        raise RunExistsError(f"the folder {folder} exists; {how}") from None
+    except OSError as error:
+        raise StorageError(f"cannot write the sweep's folder {folder}: {error}; nothing was started") from error
     try:
         (folder / "call.pkl").write_bytes(call)
         write_json(folder / "sweep.json", {"jobs": jobs, "varying": [*dict.fromkeys([*varying, *seeded])]})
@@ -114,9 +118,16 @@ class Sweep:
 
     @property
     def jobs(self) -> dict[str, Job]:
-        """Those that were submitted, by name; of each its newest try."""
-        tries = {n: sorted(self.folder.glob(f"{n}*"), key=lambda p: (len(p.name), p.name)) for n in self.asked}
-        return {n: self._job(paths[-1]) for n, paths in tries.items() if paths}
+        """Those that were submitted and are there, by name; of each its newest try."""
+        return {n: self._job(found[max(found)]) for n in self.asked if (found := self._tries(n))}
+
+    def _tries(self, name: str) -> dict[int, Path]:
+        """Run folders of a job by the number of the try; what else stands beside them is not ours."""
+        found = dict[int, Path]()
+        for path in self.folder.glob(f"{name}*/state.json"):
+            if match := re.fullmatch(r"(?:\.try(\d+))?", path.parent.name[len(name) :]):
+                found[int(match[1] or 1)] = path.parent
+        return found
 
     @property
     def states(self) -> dict[str, str]:
@@ -150,23 +161,24 @@ class Sweep:
         states, mine = self.states, {"pid": os.getpid(), "start": stamp(os.getpid()), "began": time.time()}
         ready = [(n, call) for n, call in zip(self.asked, calls) if states[n] in ("waiting", "failed", "stopped")]
         live = dict(enumerate(job for job in self.jobs.values() if not job.done))  # of one that was detached
+        over = lambda job: not (job.folder / "state.json").exists() or job.done  # or somebody took its folder away
         self.refused.clear()
         write_json(self.folder / "queue.json", mine)
 
         def fill() -> None:
             for place in range(at_once):
-                if ready and self.queue == mine and (place not in live or live[place].done):
+                if ready and self.queue == mine and (place not in live or over(live[place])):
                     name, call = ready.pop(0)
                     try:
                         live[place] = self._start(name, fn, call, {**options, "env": _env(place, options)})
                     except Exception as error:
                         self.refused[name] = f"not submitted: {type(error).__name__}: {error}"
-                        if not self.jobs:
+                        if not (live or self.jobs):
                             raise
 
         def follow() -> None:
             try:
-                while self.queue == mine and (ready or not all(job.done for job in live.values())):
+                while self.queue == mine and (ready or not all(map(over, live.values()))):
                     fill()
                     time.sleep(_POLL_S)
             finally:
@@ -187,8 +199,10 @@ class Sweep:
         if old is not None and not old.cannot_resume:
             return old.resume()
         target, args = (functools.partial(fn, **call), ()) if isinstance(call, Mapping) else (fn, (call,))
-        again = "" if old is None else f".try{len(list(self.folder.glob(f'{name}*'))) + 1}"
-        return submit(target, *args, name=name + again, runs=self.folder, **options)
+        least = 1 + max(self._tries(name), default=0)
+        names = (name if n == 1 else f"{name}.try{n}" for n in itertools.count(least))
+        free = next(n for n in names if not (self.folder / n).exists())
+        return submit(target, *args, name=free, runs=self.folder, **options)
 
     def wait(self, timeout: float = float("inf")) -> "Sweep":
         """Waits until all is done, at most `timeout` seconds, and says how far it is. Interrupting it ends nothing."""

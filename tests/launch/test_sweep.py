@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -242,6 +243,41 @@ def test_attached_again_it_goes_on_with_what_has_not_finished(
     assert until(lambda: again.done, 5)
     assert again.resume().jobs["02_x-2"].folder.name == "02_x-2.try3"
     again.stop()
+
+
+def test_folders_that_are_gone_or_are_not_ours_stop_nothing(
+    fakes: Fakes, runs: Path, until: Callable[..., bool]
+) -> None:
+    """A run folder that was archived, removed, or taken away while its job ran: the others go on, numbers go up."""
+    found = sweep(print, {}, {"x": range(4)}, name="s", runs=runs, at_once=2)
+    shutil.rmtree(runs / "s" / "00_x-0")  # it runs
+    end(runs / "s" / "01_x-1", "failed")
+    assert started(fakes, 4, until)[2:] == ["02_x-2", "03_x-3"]
+    found.stop().resume().stop()
+    assert started(fakes, 6, until)[4:] == ["00_x-0", "01_x-1.try2"]
+    for name in ("01_x-1", "02_x-2"):
+        shutil.rmtree(runs / "s" / name)
+    (runs / "s" / "02_x-2.tar.gz").touch()
+    (runs / "s" / "02_x-2.old").mkdir()
+    (runs / "s" / "03_x-3").rename(runs / "s" / "03_x-3.try9")
+    assert list(found.states.values()) == ["stopped", "stopped", "waiting", "stopped"] and len(found.table()) == 4
+    end(runs / "s" / "00_x-0", "finished")
+    found.resume()
+    assert started(fakes, 8, until)[6:] == ["01_x-1.try3", "02_x-2"]
+    end(runs / "s" / "01_x-1.try3", "finished")
+    assert started(fakes, 9, until)[8:] == ["03_x-3.try10"] and not found.refused
+    found.stop()
+
+
+def test_sweeps_of_one_second_and_folders_that_cannot_be(
+    fakes: Fakes, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *_: "20261130-120000")
+    names = [sweep(print, {}, {"x": [1]}, runs=runs).stop().name for _ in range(2)]
+    assert names == ["20261130-120000-sweep", "20261130-120000-sweep-2"]
+    (runs / "file").touch()
+    with pytest.raises(StorageError, match="cannot write the sweep's folder .*/file/s: .*; nothing was started"):
+        sweep(print, {}, {"x": [1]}, name="s", runs=runs / "file")
 
 
 def test_a_dead_owner_holds_no_queue(fakes: Fakes, runs: Path) -> None:
