@@ -62,7 +62,7 @@ class Job:
         self.nproc: int = self.config.get("nproc", 0) * self.config.get("nodes", 1)  # ranks, over all nodes
         self._last: dict[str, Any] = {}
         self._metrics: list[dict[str, Any]] = []
-        self._metrics_offset = 0
+        self._metrics_offset, self._metrics_line = 0, b""
         self._over = threading.Event()
         self._own = process is not None
         if process is not None:
@@ -203,17 +203,20 @@ class Job:
                 print(file.read(), end="", flush=True)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All metrics written so far, one dictionary per step. Reads only what is new since the last call."""
+        """All metrics written so far, one dictionary per step. Reads only what is new since the last call, or all where
+        the last line does not stand where it stood: another run's file, or one cut by a run that went on."""
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return []
         with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._metrics_offset:  # it was written anew
+            file.seek(self._metrics_offset - len(self._metrics_line))
+            if file.read(len(self._metrics_line)) != self._metrics_line:
                 self._metrics, self._metrics_offset = [], 0
             file.seek(self._metrics_offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]  # the last line may be half written
         self._metrics_offset += len(whole)
+        self._metrics_line = whole[whole.rfind(b"\n", 0, -1) + 1 :] or self._metrics_line
         for line in whole.splitlines():
             try:
                 self._metrics.append(json.loads(line))

@@ -215,7 +215,9 @@ def _is_knock_on(error: BaseException | None) -> bool:
 
 def describe_error(rank: int, error: BaseException) -> dict[str, Any]:
     """`error` as plain data; the traceback begins at the user's first frame, when there is one."""
-    said = {"rank": rank, "type": type(error).__name__, "message": str(error), "time": time.time()}
+    said = {"rank": rank, "type": type(error).__name__, "message": "", "time": time.time()}
+    with suppress(Exception):  # its own code, which may raise
+        said["message"] = str(error)
     tb, ours = error.__traceback__, (__name__, f"{__package__}.engines")
     while tb is not None and tb.tb_frame.f_globals.get("__name__") in ours and tb.tb_next is not None:
         tb = tb.tb_next

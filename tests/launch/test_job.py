@@ -14,7 +14,7 @@ import pytest
 from moekit.errors import JobError
 from moekit.launch.folder import create, read_json, write_json
 from moekit.launch.job import Job, attach
-from moekit.launch.outcome import first_failure
+from moekit.launch.outcome import failure, first_failure
 
 
 @pytest.fixture
@@ -46,6 +46,9 @@ def test_metrics_are_read_line_by_line_as_they_come(folder: Path) -> None:
             assert [m["step/index"] for m in job.metrics()] == [1, 2, 3]
     (folder / "metrics.jsonl").write_text('{"step/index": 9}\n')  # written anew
     assert [m["step/index"] for m in job.metrics()] == [9]
+    lines = "".join(f'{{"step/index": {i}}}\n' for i in range(4))
+    (folder / "metrics.jsonl").write_text(lines)  # by another run, which is further by now
+    assert [m["step/index"] for m in job.metrics()] == [0, 1, 2, 3]
 
 
 def test_reading_metrics_again_reads_only_what_is_new(folder: Path) -> None:
@@ -149,6 +152,16 @@ TERM, KILL, SEGV = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGSEGV
 def test_the_first_failure_is_found(folder: Path, errors: dict, deaths: dict, rank: int) -> None:
     assert outcome(folder, errors, deaths) == rank
     assert (folder / "errors" / f"rank_{rank}.json").exists()
+
+
+def test_a_rank_that_left_a_collective_without_a_word_is_named(folder: Path) -> None:
+    """By os._exit(0), which torch elastic takes for success; another was ended by SIGTERM, and one had returned."""
+    error = {"rank": 0, "type": "RuntimeError", "message": "connection closed", "time": 1.0, "knock_on": True}
+    write_json(folder / "errors" / "rank_0.json", error)
+    (folder / "ranks" / "rank_2.stack").write_text('  File "/x/torch/distributed/c10d.py", line 5 in all_reduce\n')
+    (folder / "results" / "rank_3.pkl").touch()
+    reason = failure(folder, 4, error)["reason"]
+    assert reason == "rank 0: RuntimeError: connection closed; rank 1 ended before its function returned"
 
 
 def test_ranks_that_left_by_os_exit_without_a_result_failed(folder: Path) -> None:
