@@ -156,7 +156,7 @@ def side_by_side(runs: Mapping[str, Run], warmup: int = 3, loss: str | None = No
     names = [loss] if loss else [*(own if len(own) == 1 else ()), "loss/total"]
     name = next((n for n in names if all(n in m for m in counted.values())), None)
     budget = min(float(m["tokens/supervised"].sum()) for m in counted.values())
-    for label, m in counted.items():
+    for (label, m), run in zip(counted.items(), runs.values()):
         supervised, routed, done = m["tokens/supervised"], m["rows/dispatched"], m["tokens/supervised"].cumsum()
         positions = sum(m[f"tokens/{c}"] for c in CLASSES)
         row = dict[str, float]()
@@ -172,7 +172,8 @@ def side_by_side(runs: Mapping[str, Run], warmup: int = 3, loss: str | None = No
             row |= _quartiles("loss", part[name]) | {"at tokens": float(done[part.index[-1]])}
             row["loss"] = float((part[name].to_numpy() * weight).sum() / weight.sum())  # a NaN stays one
             curves[label] = done.to_numpy(float), m[name].to_numpy(float)
-        rows[label] = row | {"supervised tokens": float(done.iloc[-1]), "steps": len(m), "warm-up steps": warmup}
+        rows[label] = row | {"supervised tokens": float(done.iloc[-1]), "steps": len(m), "warm-up steps": warmup,
+                             "state": run.state}  # fmt: skip
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("run")
     table.attrs |= {"loss": name, "budget": budget}
     return table, curves

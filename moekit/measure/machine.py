@@ -1,5 +1,6 @@
 """What a process runs on: versions, hardware, threads, allocator settings, state of the source."""
 
+import hashlib
 import os
 import platform
 import re
@@ -57,10 +58,12 @@ def processor(field: str = "model name") -> str:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Commit, and whether files differ from it; None outside of a repository or without git."""
+    """Commit, and whether files differ from it, with a hash of how; None outside of a repository or without git."""
     try:
-        how: dict[str, Any] = {"cwd": folder, "text": True, "timeout": 5, "stderr": subprocess.DEVNULL}
+        how: dict[str, Any] = {"cwd": folder, "timeout": 5, "stderr": subprocess.DEVNULL}
         run = lambda *args: subprocess.check_output(["git", *args], **how).strip()
-        return {"commit": run("rev-parse", "HEAD"), "changed": bool(run("status", "--porcelain", "-uno"))}
+        diff = run("diff", "HEAD", "--no-ext-diff")
+        found = {"commit": run("rev-parse", "HEAD").decode(), "changed": bool(diff)}
+        return found | ({"changes": hashlib.sha256(diff).hexdigest()} if diff else {})
     except (OSError, subprocess.SubprocessError):
         return None

@@ -33,9 +33,12 @@ class Comparison:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader must know: differences that are not meant, and whether losses can be compared."""
+        """What a reader must know: differences that are not meant, runs that did not finish, and whether losses can be
+        compared."""
         told = [f"differs: {n}: {words(v)}" for n, v in self.differences.items() if not under(n, self.varying)]
         unlike = ", ".join(n for n in self.differences if under(n, MEANING)) if self.curves else ""
+        ended = {run: state for run, state in self.table["state"].items() if state not in ("finished", "unknown")}
+        told = [f"not finished: {run} ({state}); compared is what it recorded" for run, state in ended.items()] + told
         return [f"losses are different quantities here, not to be compared ({unlike})"] * bool(unlike) + told
 
     @property
@@ -148,7 +151,7 @@ def _figure(found: Comparison) -> Figure:
                             name=f"{name}, quartiles", **axes)  # fmt: skip
             note(fig, number(value), max(value, high), run, axes=(f"x{suffix}", f"y{suffix}"), shift=(6, 0),
                  size=SIZE["tick"])  # fmt: skip
-        note(fig, f"<b>{name.replace(' per ', '<br>per ')}</b>", left, 1, stand="left bottom", shift=(0, 6))
+        note(fig, f"<b>{name.replace(' per ', '<br>a ')}</b>", left, 1, stand="left bottom", shift=(0, 6))
         x = {"domain": [left, left + width], "range": [0, 1.5 * values.max()], "showticklabels": False}
         y = {**names_axis(names), "anchor": f"x{suffix}", "domain": [1 - bars / inner, 1], "showticklabels": at == 0}
         fig.update_layout({f"xaxis{suffix}": {**x, "anchor": f"y{suffix}", "showline": False}, f"yaxis{suffix}": y})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from moekit.data.batch import CLASSES
 from moekit.errors import ConfigError, DataError, UnlikeRunsError
+from moekit.measure import machine
 from moekit.measure.card import RunCard, hash_data
 from moekit.measure.compare import PER, RATES, check, differences, side_by_side, under, words
 from moekit.measure.record import RunWriter, open_run
@@ -124,6 +126,31 @@ def test_a_loop_of_ones_own_is_compared_by_its_card(tmp_path: Path) -> None:
     assert "batch.data" in str(told.value) and "learner.lr" not in str(told.value)
     assert check({"a": one, "b": two}, ["learner"], ["batch"], strict=True) == found
     assert check({"a": one, "b": two}, [], [], strict=False) == found
+
+
+def test_a_changed_source_is_known_by_its_changes(tmp_path: Path) -> None:
+    """Two runs of one commit with different changes on top of it, tracked or staged, do not pass for the same code."""
+    git = lambda *how: subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *how], cwd=tmp_path, check=True
+    )
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    found = []
+    for text in ("x = 1\n", "x = 2\n", "x = 3\n", "x = 2\n"):
+        (tmp_path / "code.py").write_text(text)
+        found.append(machine._git(tmp_path))
+    assert [f["changed"] for f in found] == [False, True, True, True] and "changes" not in found[0]
+    assert found[1] == found[3] != found[2] and len({f["commit"] for f in found}) == 1
+    runs = {}
+    for name, source in zip("abc", found[1:]):
+        with RunWriter(tmp_path / name, rank=0) as writer:
+            writer.card(RunCard(name, base={"sha256": "a"}, batch={"sha256": "b"}, layout={"world": 1, "device": "cpu"},
+                                environment={"source": {"moekit": source}}))  # fmt: skip
+        runs[name] = open_run(tmp_path / name)
+    assert list(differences({n: runs[n] for n in "ab"})) == ["source.changes"]
+    assert not differences({n: runs[n] for n in "ac"})
 
 
 def test_what_is_meant_to_differ_must(tmp_path: Path) -> None:

@@ -101,6 +101,14 @@ def test_what_differs_is_said_on_the_figure_and_in_the_text(pair: list[Path], tm
     assert alike.remarks == [] and not any("Not alike" in (n.text or "") for n in alike.figure.layout.annotations)
 
 
+def test_a_run_that_did_not_finish_is_said(pair: list[Path]) -> None:
+    for folder, state in zip(pair, ("failed", "finished")):
+        (folder / "state.json").write_text(json.dumps({"state": state}))
+    found = moekit.compare(pair, "learner.lr")
+    assert found.remarks == ["not finished: lr 0.001 (failed); compared is what it recorded"]
+    assert found.remarks[0] in repr(found)
+
+
 def test_a_sweep_is_compared_by_what_it_varies(pair: list[Path]) -> None:
     """`steps` and `out` change no step, so they are no difference; a path is compared by what is there."""
     sweep: Any = SimpleNamespace(finished={"one": pair[0], "two": pair[1]}, varying=("learner.lr", "steps", "data"))
