@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moekit.errors import CapabilityError, ConfigError, EngineError
 from moekit.model.transformer import Transformer
@@ -125,11 +126,13 @@ def test_the_probe_cannot_be_fooled(engine, models):
     old = wrong.score([engine.probe_ids[:1]], [[engine.probe_ids[1:]]], Sampling())[0].answers[0].logprobs
     with pytest.raises(EngineError, match="does not serve the weights that it was sent"):
         engine.update_weights(models[1], 2, expected=old)
+    assert engine.version == 1
     with pytest.raises(EngineError, match="cannot sample.*failed"):
         engine.generate(PROMPTS, Sampling())
     engine.update_weights(models[1], 3)
     with pytest.raises(EngineError, match="cannot tell the new weights from the old"):
         engine.update_weights(models[1], 4)
+    assert engine.version == 3
     engine.update_weights(models[0], 5)
     engine.generate(PROMPTS, Sampling(max_new_tokens=2))
 
@@ -190,9 +193,35 @@ def test_the_order_of_calls_and_the_folder_are_kept(server, models, tmp_path):
                 link.control("update", update_info={"file": file, "bytes": 10, "tensors": 1})
         with pytest.raises(EngineError):  # the session ended with its error
             link.control("finish", weight_version="9")
+        one = Path(engine._folder) / "one.safetensors"
+        save_file({"model.norm.weight": torch.ones(SHAPE.width)}, one)
+        for size, says in (
+            (1, "has [0-9]+ bytes, not 1"),
+            (one.stat().st_size, "1 tensors were sent, 2 were announced"),
+        ):
+            link.control("start")
+            with pytest.raises(EngineError, match=says):
+                link.control("update", update_info={"file": one.name, "bytes": size, "tensors": 2})
+                link.control("finish", weight_version="9")
+        one.unlink()
         engine._stop("a test left an update half done")  # sampling now would end the server: parameters are gone
         engine.update_weights(models[1], 2)
         assert engine.gap < 1e-4
+
+
+def test_answers_under_way_at_an_update_are_of_one_version(engine, server, models):
+    """Those of another client, which knows nothing of the update: the weights that began each of them finish it."""
+    sampling, found = Sampling(n=4, max_new_tokens=200, seed=1), []
+    with VLLMEngine(server.link(), SHAPE) as other:
+        other.follow(1)
+        thread = threading.Thread(target=lambda: found.extend(other.generate(PROMPTS, sampling)))
+        thread.start()
+        time.sleep(0.5)
+        assert thread.is_alive()
+        engine.update_weights(models[1], 2)
+        thread.join(60)
+    assert {v for r in found for a in r.answers for v in a.version.tolist()} == {1}
+    assert gap(models[0], found, sampling) < 1e-4
 
 
 @pytest.mark.parametrize("how", ["paused", "half updated", "half updated, and sampled from"])
