@@ -134,5 +134,5 @@ def spread_by_kind(values: Mapping[str, Sequence[float]], *, title: str, unit: s
         note(fig, f"{number(middle)} {unit}, {middle / first:.2f}×", 1, name, axes=("paper", "y"), shift=(12, 0))
     fig.update_xaxes(title=unit, range=[0, 1.05 * most])
     fig.update_yaxes(**names_axis(names), automargin=False)
-    note(fig, "median, over the first", 1, 1, stand="left bottom", shift=(12, 4), colour=MUTED, size=SIZE["tick"])
+    note(fig, "median, × the first", 1, 1, stand="left bottom", shift=(12, 4), colour=MUTED, size=SIZE["tick"])
     return fig

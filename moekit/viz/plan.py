@@ -28,7 +28,7 @@ RECOMPUTE = ("none", "moe", "block")
 ROWS = ("batch_rows", "batch_pairs", "prompts")
 MEMORIES = (16.0, 24.0, 40.0, 48.0, 80.0, 96.0, 141.0, 192.0)  # GB of common accelerators
 MARGINS = {"t": 92, "b": 64, "r": 130}
-LINE = 19  # pixels of a line of the legend
+LINE, EDGE = 19, 24  # pixels: of a line of the legend, left of everything
 
 
 def plan_figure(plan: Any, most: int = 12) -> Figure:
@@ -50,8 +50,8 @@ def plan_figure(plan: Any, most: int = 12) -> Figure:
     unit, word = (1e9, "GB") if max(largest, near or 0) >= 1e9 else (1e6, "MB")
     of = f" of {len(best)}" if len(best) > len(shown) else ""
     title = f"{type(plan.step.config).__name__.removesuffix('Config')} of {plan.name} on {plan.world} ranks"
-    how = f"What the fullest rank holds in the phase that takes most; {len(shown)}{of} layouts, the best first"
-    margin = MARGINS | {"l": 24 + 6.9 * max(map(len, names)), "t": MARGINS["t"] + LINE * len(owners)}
+    how = f"What the fullest rank holds in the phase that takes most; layouts: {len(shown)}{of}, the best first"
+    margin = MARGINS | {"l": EDGE + 6.9 * max(map(len, names)), "t": MARGINS["t"] + LINE * len(owners)}
     fig = figure(title, how, width=900, height=margin["t"] + 26 * len(shown) + margin["b"], barmode="stack",
                  bargap=0.3, margin=margin, hovermode="closest")  # fmt: skip
     for part in parts:
@@ -77,10 +77,10 @@ def plan_figure(plan: Any, most: int = 12) -> Figure:
 
 
 def _legend(fig: Figure, owner: str, parts: list[str], up: float) -> None:
-    """An owner's components in their colours, in one line above the bars."""
-    colour = COLOUR.get(owner, COLOUR["engine"])
-    note(fig, f"<b>{owner}</b>", 0, 1, shift=(0, up + 9), colour=colour)
-    x = 116.0
+    """An owner's components in their colours, in one line above the bars that begins where the names do."""
+    colour, left = COLOUR.get(owner, COLOUR["engine"]), EDGE - fig.layout.margin.l
+    note(fig, f"<b>{owner}</b>", 0, 1, shift=(left, up + 9), colour=colour)
+    x = left + 116.0
     for part in parts:
         words = part.split("/")[-1].replace("_", " ") if part != owner else "parameters"
         note(fig, "■", 0, 1, shift=(x, up + 9), colour=LOOK[part][0], size=SIZE["title"])

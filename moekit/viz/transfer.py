@@ -20,7 +20,7 @@ def transfer_figure(
     plan: Any, seconds: Mapping[str, Mapping[str, float]], *, floor: float | None = None, title: str = "",
     subtitle: str = "",
 ) -> Figure:  # fmt: skip
-    """Left: bytes of every pair of processes, with the sums of rows. Right: seconds by phase, one bar a side or a run.
+    """Left: bytes of every pair, if there is more than one, with sums. Right: seconds by phase, one bar a side or run.
 
     Args:
         plan: a `WeightPlan` (anything with `bytes_ST`).
@@ -43,10 +43,13 @@ def transfer_figure(
     sources, targets = [str(s) for s in range(S)], [str(t) for t in range(T)]
     cells = [[number(float(f"{v / unit:.3g}")) if v else "" for v in row] for row in bytes_ST]
     shown = np.where(bytes_ST > 0, bytes_ST / unit, np.nan)
-    fig.add_heatmap(z=shown, x=targets, y=sources, text=cells, texttemplate="%{text}", showscale=False, xgap=2, ygap=2,
-                    colorscale=[[0, PALE], [1, DEEP]], zmin=0, zmax=bytes_ST.max() / unit, name=f"{word} sent",
-                    hovertemplate=f"%{{y}} → %{{x}}: %{{z:.4g}} {word}<extra></extra>")  # fmt: skip
-    for source, row in zip(sources, bytes_ST):
+    if many := S * T > 1:  # else the title has said all
+        fig.add_heatmap(z=shown, x=targets, y=sources, text=cells, texttemplate="%{text}", name=f"{word} sent",
+                        xgap=2, ygap=2, zmin=0, zmax=bytes_ST.max() / unit, colorscale=[[0, PALE], [1, DEEP]],
+                        hovertemplate=f"%{{y}} → %{{x}}: %{{z:.4g}} {word}<extra></extra>",
+                        showscale=False)  # fmt: skip
+        note(fig, f"<b>{word} sent</b>", 0, 1, stand="left bottom", shift=(0, 8))
+    for source, row in zip(sources, bytes_ST if many else ()):
         note(fig, f"Σ {row.sum() / unit:.3g}", 0.36, source, axes=("paper", "y"), shift=(8, 0), colour=MUTED,
              size=SIZE["tick"])  # fmt: skip
     for phase, colour in PHASES.items():
@@ -61,19 +64,20 @@ def transfer_figure(
     if floor is not None:
         fig.add_shape(type="line", x0=1e3 * floor, x1=1e3 * floor, y0=0, y1=1, xref="x2", yref="paper",
                       line={"color": MUTED, "width": 1.5, "dash": "dot"})  # fmt: skip
-    left = 0.48 + 7.4 * max(map(len, bars)) / 844
+    left = 0.48 * many + 7.4 * max(map(len, bars)) / 844
     fig.update_layout(
-        xaxis={"domain": [0, 0.36], "title": "to serving process", "type": "category", "showline": False},
-        yaxis=names_axis(sources) | {"title": "from learner rank"}, yaxis2=names_axis(bars) | {"anchor": "x2"},
+        xaxis={"domain": [0, 0.36], "title": "to serving process", "type": "category", "showline": False,
+               "visible": many},
+        yaxis=names_axis(sources) | {"title": "from learner rank", "visible": many},
+        yaxis2=names_axis(bars) | {"anchor": "x2"},
         xaxis2={"domain": [left, 1], "anchor": "y2", "title": "milliseconds", "range": [0, 1.12 * most],
                 "showgrid": True},
     )  # fmt: skip
-    note(fig, f"<b>{word} sent</b>", 0, 1, stand="left bottom", shift=(0, 8))
     place = 0.0
     for phase, colour in PHASES.items():
         if any(bar.get(phase) for bar in seconds.values()):
             note(fig, f"<b>{phase}</b>", left, 1, stand="left bottom", shift=(place, 8), colour=colour)
             place += 8.4 * len(phase) + 14
     if floor is not None:
-        note(fig, f"┊ floor {1e3 * floor:.3g}", left, 1, stand="left bottom", shift=(place, 8), colour=MUTED)
+        note(fig, f"┊ floor {1e3 * floor:.3g} ms", left, 1, stand="left bottom", shift=(place, 8), colour=MUTED)
     return fig

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 import moekit
-from moekit.config import DataConfig, SFTConfig
+from moekit.config import DataConfig, LearnerConfig, SFTConfig
 from moekit.errors import ConfigError
 from moekit.viz import plan as view
 from moekit.viz import static
@@ -40,7 +41,21 @@ def test_bars_are_the_bytes_of_the_phase_that_takes_most(made):
     assert any("4 MB" in w for w in words)
     late = [a for a in fig.layout.annotations if re.match(r"[\d.]+ MB · ", a.text)]
     assert [a.font.color != view.SERIES[1] for a in late] == [o.fits for o in best.values()]
-    assert {"<b>policy</b>", "<b>critic</b>", "<b>reference</b>", "<b>rollout engine</b>"} & set(words)
+    assert {"<b>policy</b>", "<b>critic</b>", "<b>reference</b>"} <= set(words) and all(any(t.x) for t in fig.data)
+
+
+def test_the_legend_says_what_is_drawn_and_no_text_leaves_the_figure():
+    """Every component that a learner can hold, from the left edge on (6.2 pixels a letter, as the twin draws them)."""
+    learner = LearnerConfig(ep=2, precision="mxfp8", recompute="block")
+    config = replace(PPO, learner=learner, kl=0.1, dtype="bfloat16")
+    fig = moekit.plan("tiny", config, 2, 4e6, device="cpu", ep=(2,), pp=(1,), zero=(2,), recompute=("block",)).figure()
+    legend = [a for a in fig.layout.annotations if (a.x, a.y) == (0, 1)]
+    words = [a.text.replace(" ", "_") for a in legend if a.text != "■"]
+    assert {t.name.split("/")[-1] for t in fig.data} - {"reference"} == {w for w in words if "<b>" not in w}
+    assert {*view.STATE} <= {*words}
+    for a in legend:
+        left = fig.layout.margin.l + a.xshift
+        assert 0 <= left and left + 6.2 * len(re.sub("<.*?>", "", a.text)) <= fig.layout.width, a.text
 
 
 def test_every_component_has_a_colour_of_its_owner():

@@ -29,8 +29,16 @@ def test_cells_bars_and_floor():
     (line,) = fig.layout.shapes
     assert line.x0 == line.x1 == 2.5
     words = [a.text for a in fig.layout.annotations]
-    assert {"Σ 2", "4", "3.5", "┊ floor 2.5", "<b>wire</b>"} <= set(words) and "<b>plan</b>" not in words
+    assert {"Σ 2", "4", "3.5", "┊ floor 2.5 ms", "<b>wire</b>"} <= set(words) and "<b>plan</b>" not in words
     assert render(fig, "svg").startswith(b"<?xml") and len(render(fig)) > 5000
+
+
+def test_one_pair_is_said_by_the_title_and_leaves_its_room_to_the_bars():
+    fig = transfer_figure(SimpleNamespace(bytes_ST=torch.tensor([[4_000_000]])), BARS)
+    assert {t.type for t in fig.data} == {"bar"} and "4 MB from 1 process to 1" in fig.layout.title.text
+    assert fig.layout.xaxis2.domain[0] < 0.1 and not any(
+        "Σ" in a.text or "sent" in a.text for a in fig.layout.annotations
+    )
 
 
 @pytest.mark.parametrize("plan, bars, words", [
