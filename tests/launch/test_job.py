@@ -15,6 +15,7 @@ from moekit.errors import JobError
 from moekit.launch.folder import create, read_json, write_json
 from moekit.launch.job import Job, attach
 from moekit.launch.outcome import failure, first_failure
+from moekit.launch.worker import describe_error
 
 
 @pytest.fixture
@@ -162,6 +163,15 @@ def test_a_rank_that_left_a_collective_without_a_word_is_named(folder: Path) -> 
     (folder / "results" / "rank_3.pkl").touch()
     reason = failure(folder, 4, error)["reason"]
     assert reason == "rank 0: RuntimeError: connection closed; rank 1 ended before its function returned"
+
+
+def test_an_error_whose_text_raises_is_still_told() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    said = describe_error(1, Mute())
+    assert (said["rank"], said["type"], said["message"]) == (1, "Mute", "") and "Mute" in said["traceback"]
 
 
 def test_ranks_that_left_by_os_exit_without_a_result_failed(folder: Path) -> None:
