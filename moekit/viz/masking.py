@@ -165,7 +165,9 @@ def two_rates(points: Mapping[tuple[str, str], Any]) -> Figure:
     pixels = fig.layout.height - fig.layout.margin.t - fig.layout.margin.b
     at = [y / high_y * pixels for _, y, _ in ends]
     for (x, y, words), before, after in zip(ends, at, theme.spread(at, 1.3 * SIZE["label"], 0.0, pixels)):
-        note(fig, words, x, y, axes=("x", "y"), stand="right middle", shift=(-11, after - before))
+        room = x / high_x * (fig.layout.width - fig.layout.margin.l - fig.layout.margin.r)
+        stand, right = ("right middle", -11) if room > 8 * len(words) - 45 else ("left middle", 11)  # 7 are marks
+        note(fig, words, x, y, axes=("x", "y"), stand=stand, shift=(right, after - before))
     fig.update_xaxes(title="routed rows a second", range=[0, high_x])
     fig.update_yaxes(title="supervised tokens a second", range=[0, high_y])
     return fig

@@ -133,6 +133,8 @@ class Panel:
         if name == "x" and kinds == {"scatter"} and axis.type != "log":  # lines reach both ends, marks stay inside
             self.ax.margins(x=0.03 if any("markers" in (t.mode or "") for t in self.traces) else 0)
         low, high = sorted(get())
+        if axis.rangemode == "tozero":
+            low, high = min(getattr(self.ax.dataLim, f"interval{name}")[0], 0.0), max(high, 0.0)
         if axis.range is not None and None not in axis.range:
             put([10.0**v for v in axis.range] if axis.type == "log" else axis.range)
             return

@@ -39,6 +39,15 @@ def test_two_rates_joins_points_and_draws_rows_per_supervised_token() -> None:
     words = [n.text for n in fig.layout.annotations]
     assert {"20 rows each", "100 rows each", "<b>padded</b> 40", "<b>packed</b> 45"} <= set(words)
     assert static.render(fig)[:4] == b"\x89PNG"
+    slow = {
+        ("padded", "none"): {masking.USEFUL: 50, masking.ROUTED: 1000}
+    } | points  # its name would lie over the ticks
+    sides = {
+        note.text.split("<")[1][2:]: note.xanchor
+        for note in masking.two_rates(slow).layout.annotations
+        if "<b>" in note.text
+    }
+    assert sides["slow"] == "left" and set(sides.values()) == {"left", "right"}
     with pytest.raises(DataError, match="packed · none has no metric rate/routed_rows_s"):
         masking.two_rates({("packed", "none"): {masking.USEFUL: 1}})
     with pytest.raises(DataError, match="must be positive"):

@@ -26,7 +26,7 @@ from moekit.measure import chunks
 from moekit.measure.follow import Columns, read_table
 from moekit.measure.record import RunWriter, decode, encode
 from moekit.viz import dashboard as module
-from moekit.viz import overview
+from moekit.viz import overview, static
 from moekit.viz.controls import Controls
 from moekit.viz.dashboard import dashboard
 from moekit.viz.follow import FASTEST_S
@@ -250,6 +250,25 @@ def test_a_loss_that_is_no_number_is_said_and_a_line_that_is_being_written_is_le
     assert "<b>NaN</b>" in words(board.figures["progress"]) and "image/png" in board._twin()
 
 
+def test_a_record_written_just_before_the_end_is_not_missed(tmp_path: Path) -> None:
+    """The state is read before the metrics, and not again after them."""
+    with RunWriter(tmp_path) as writer:
+        writer.write(0, metrics(0))
+        states: list[str] = []
+
+        class Job(SimpleNamespace):
+            @property
+            def state(self) -> str:
+                states.append("finished" if states else "running")
+                if len(states) == 2:
+                    writer.write(1, metrics(1))
+                return states[-1]
+
+        what = vars(job(tmp_path))
+        board = dashboard(Job(**{name: value for name, value in what.items() if name != "state"}), interval=0.1)
+        assert list(board.wait(20).figures["progress"].data[0].x) == [0, 1]
+
+
 def test_runs_of_one_name_are_told_apart_and_one_that_is_given_twice_is_one(tmp_path: Path) -> None:
     first, second = record(tmp_path / "x" / "a" / "run", 2), record(tmp_path / "y" / "a" / "run", 3)
     board = dashboard([first, second, first])
@@ -280,6 +299,32 @@ def test_a_run_that_goes_on_with_fewer_ranks_and_other_layers(tmp_path: Path) ->
     until(lambda: list(board.figures["progress"].data[0].y) == [1.0, 0.5, 7.0, 7.0, 7.0])
     assert len(board.widgets["rank"].options) == 2 and "signal 9" not in board.widgets["state"].value
     board.close()
+
+
+@pytest.mark.parametrize("names", [["run"], ["20261130-080000-train", "20261130-091500-train", "short"]])
+def test_nothing_that_is_written_lies_over_something_else(names: list[str]) -> None:
+    """Labels of lines that end low and have many digits, beside ticks with many digits."""
+    table = pd.DataFrame(
+        [metrics(s) | {"loss/sft": 9.87654 / (s + 1) ** 2, "rate/tokens_s": 1e5 + s} for s in range(120)]
+    )
+    load = np.arange(16).reshape(2, 8)
+    steps = list(range(0, 250, 5))
+    history = np.ones((len(steps), 8))
+    for fig in (
+        overview.progress({name: table for name in names}),
+        overview.work(table),
+        overview.load(load, ["10", "11"], 245, history, steps, "11"),
+    ):
+        drawn = static.to_matplotlib(fig)
+        drawn.canvas.draw()
+        axes = [axis for ax in drawn.axes for axis in (ax.xaxis, ax.yaxis)]
+        ticks = [tick.label1 for axis in axes for tick in axis._update_ticks()]  # those that are drawn
+        texts = [text for text in (*drawn.texts, *ticks, *(axis.label for axis in axes)) if text.get_text()]
+        boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts if text.get_visible()]
+        for i, (words, box) in enumerate(boxes):
+            assert box.x0 >= 0 and box.x1 <= drawn.bbox.x1, f"{words} is cut"
+            over = [other for other, its in boxes[i + 1 :] if box.overlaps(its) and other != words]
+            assert not over, f"{words} lies over {over}"
 
 
 def test_what_goes_wrong_is_said_in_the_page_and_raised_by_wait(tmp_path: Path) -> None:

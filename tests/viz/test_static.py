@@ -163,3 +163,10 @@ def test_a_pale_cell_has_the_colour_that_the_scale_gives_it() -> None:
     stops, colours = zip(*((stop, [int(c[i : i + 2], 16) for i in (1, 3, 5)]) for stop, c in theme.DIVERGING))
     want = [[np.interp((v + 1) / 2, stops, [c[i] for c in colours]) for i in range(3)] for v in values]
     assert np.abs(row - want).max() < 2
+
+
+def test_an_axis_that_reaches_to_zero_does_so_in_the_twin() -> None:
+    fig = theme.figure("t", yaxis={"rangemode": "tozero"})
+    fig.add_scatter(x=[0, 1], y=[100.0, 101.0], mode="lines")
+    low, high = static.to_matplotlib(fig).axes[0].get_ylim()
+    assert low == 0 and 101 <= high < 102
