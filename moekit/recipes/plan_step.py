@@ -174,21 +174,25 @@ def _scored(step: Step, dp: int) -> Ranks:
     return _answers(step, dp, None) if isinstance(step.config, RLConfig) else step.trained(dp)[0]
 
 
-@lru_cache(maxsize=256)
 def _answers(step: Step, dp: int, families: frozenset[int] | None) -> Ranks:
     """As `rl.microbatches`, for all ranks at once."""
     c = step.config
     assert isinstance(c, RLConfig)
-    return _cut(_rows(step, families), dp, max(1, c.microbatch_tokens // c.length), trim=True)
+    some = None if families is None or len(families) == len(step.lengths) else families
+    return _families(step.lengths, c.length, c.share_prompt, max(1, c.microbatch_tokens // c.length), dp, some)
+
+
+@lru_cache(maxsize=256)  # by what it depends on: a plan tries many configs whose rows are the same
+def _families(
+    lengths: Lengths, length: int, shared: bool, each: int, dp: int, families: frozenset[int] | None
+) -> Ranks:
+    return _cut(_rows(lengths, length, shared, families), dp, each, trim=True)
 
 
 @lru_cache(maxsize=16)
-def _rows(step: Step, families: frozenset[int] | None) -> Batch:
-    c, zero = step.config, [0] * step.config.row_length
-    samples = []
-    for i, (p, a) in enumerate(step.lengths):
-        samples.append(Sample(zero[:p], [zero[:n] if families is None or i in families else [] for n in a]))
-    return family_rows(samples, c.length, c.share_prompt)  # type: ignore[attr-defined]
+def _rows(lengths: Lengths, length: int, shared: bool, families: frozenset[int] | None) -> Batch:
+    some = lambda i, a: [[0] * (n if families is None or i in families else 0) for n in a]
+    return family_rows([Sample([0] * p, some(i, a)) for i, (p, a) in enumerate(lengths)], length, shared)
 
 
 def _cut(whole: Batch, dp: int, each: int, trim: bool) -> Ranks:
