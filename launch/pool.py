@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -85,6 +86,17 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
+        for left in (2, 1, 0):
+            self._launch()
+            try:
+                return self._connect()
+            except BaseException as error:
+                again = left and isinstance(error, Exception) and self._ports_were_taken()
+                self.close()
+                if not again:
+                    raise
+
+    def _launch(self) -> None:
         self._client: Any = None
         self._stuck, self.pids = dict[int, Any](), list[int]()
         self.folder, me = Path(tempfile.mkdtemp(prefix="moekit-pool-")), os.getpid()
@@ -97,19 +109,20 @@ class Pool:
                 command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
-        try:
-            self._connect()
-        except BaseException:
-            self.close()
-            raise
 
     def _connect(self) -> None:
         from ipyparallel import Client
 
-        self._wait_for((self.folder / "ready").exists)
         info = self.folder / "security" / "ipcontroller-pool-client.json"
-        self._client = client = Client(str(info), ipython_dir=str(self.folder), timeout=60)
-        self._wait_for(lambda: len(client.ids) == self.nproc)
+
+        def reached() -> bool:
+            with suppress(TimeoutError):  # of a controller that is slow, or has just died
+                self._client = Client(str(info), ipython_dir=str(self.folder), timeout=5)
+            return self._client is not None
+
+        self._wait_for((self.folder / "ready").exists)
+        self._wait_for(reached)
+        self._wait_for(lambda: len(self._client.ids) == self.nproc)
         self._logs = [(self.folder / "logs" / f"rank_{rank}.log").open("rb") for rank in range(self.nproc)]
         port = self._call(engines.open_store, (), ranks=[0])[0]
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -118,12 +131,23 @@ class Pool:
         self.activate()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + _START_S
+        begin = time.monotonic()
         while not condition():
             self._check_alive()
-            if time.monotonic() > end:
-                raise BackendError(f"the pool did not start in {_START_S:.0f} s; its log:\n{self.logs('guard')}")
+            taken, waited = self._ports_were_taken(), time.monotonic() - begin
+            if taken or waited > _START_S:
+                why = ": others took its ports" * taken
+                raise BackendError(f"the pool did not start in {waited:.0f} s{why}; its log:\n{self.logs('guard')}")
             time.sleep(0.02)
+
+    def _ports_were_taken(self) -> bool:
+        """Whether the controller lost a port, which it looks for before it binds it, to another process. What it said
+        is in a log of its own, until the guard notes that it died and what it said."""
+        found = ""
+        for log in (*self.folder.glob("log/ipcontroller*.log"), self.folder / "logs" / "guard.log"):
+            with suppress(FileNotFoundError):
+                found += log.read_text(errors="replace")
+        return "Address already in use" in found
 
     def activate(self) -> None:
         """Makes this the pool whose ranks ``%px`` and ``%%px`` use; in a notebook only."""

@@ -70,3 +70,12 @@ def _until():
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def _ipython_untouched() -> Iterator[None]:
+    """Nothing of a pool is to be found in the user's own IPython folder."""
+    own = Path("~/.ipython").expanduser()
+    before = set(own.rglob("*"))
+    yield
+    assert set(own.rglob("*")) == before

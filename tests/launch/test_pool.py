@@ -8,10 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import signal
-import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -27,8 +24,7 @@ import torch
 import moekit
 from moekit.config import DataConfig, LearnerConfig, ModelConfig, SFTConfig
 from moekit.data.batch import Batch
-from moekit.errors import BackendError, ConfigError, JobError
-from moekit.launch import host
+from moekit.errors import ConfigError, JobError
 from moekit.launch import pool as pools
 
 MODEL = ModelConfig(vocab=31, width=16, layers=2, heads=4, kv_heads=2, experts=4, top_k=2, expert_width=12)
@@ -39,10 +35,6 @@ def typed(source: str) -> dict[str, Any]:
     names = {"__name__": "__main__", "moekit": moekit}
     exec(compile(textwrap.dedent(source), "<cell>", "exec"), names)  # noqa: S102
     return names
-
-
-def ipython_files() -> set[Path]:
-    return set(Path("~/.ipython").expanduser().rglob("*"))
 
 
 @pytest.fixture(scope="module")
@@ -63,51 +55,6 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-# What cannot work, before any process
-
-
-@pytest.mark.parametrize("nproc", [0, -1, "x", 1.0, True, None])
-def test_a_number_of_ranks_that_is_none_is_refused(nproc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(ConfigError, match=f"nproc={nproc!r} must be a whole number of ranks, at least 1"):
-        moekit.workers(nproc)
-    with pytest.raises(ConfigError, match="timeout=0 must be a number of seconds"):
-        moekit.workers(2, timeout=0)
-
-
-@pytest.mark.parametrize(("listed", "visible"), [(None, 2), ("0", 1), ("", 0), ("-1", 0), ("0,1,2", 2)])
-def test_more_ranks_than_gpus_are_refused(listed: str | None, visible: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = [host.Gpu(index, f"GPU-{index}", "H200", 141_000, 0) for index in range(2)]
-    monkeypatch.setattr(host, "gpus", lambda: two)
-    monkeypatch.setattr(pools, "Pool", lambda *_: "started")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if listed is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    with pytest.raises(ConfigError, match=f"nproc=3 ranks need one GPU each, and {visible} are visible.*device='cpu'"):
-        moekit.workers(3, device="cuda")
-    assert moekit.workers(3, device="cpu") == "started"
-    if visible:
-        assert moekit.workers(visible) == "started"
-        with pytest.raises(ConfigError, match="need one GPU each"):
-            moekit.workers(visible + 1)
-    else:
-        assert moekit.workers(3) == "started"  # on the CPU
-
-
-def test_without_ipyparallel_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"needs ipyparallel; .*pip install 'moekit\[notebooks\]'"):
-        moekit.workers(2)
-
-
-def test_importing_it_loads_neither_ipyparallel_nor_torch() -> None:
-    code = "import moekit, sys; moekit.workers; print({'ipyparallel', 'torch', 'IPython'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-# A pool that goes on
 
 
 def test_bc_116_ranks_are_fresh_processes_of_one_group(pool: pools.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,198 +300,3 @@ def test_a_closed_pool_leaves_nothing_and_says_so(pool: pools.Pool, mark: Any) -
     with pytest.raises(JobError, match=r"the pool was closed, or process .*restart"):
         pool(lambda: 1)
     pool.close()
-
-
-# Long: pools of their own
-
-
-OTHER = """
-import json, sys, time
-import moekit, torch
-def total(base):
-    mine = torch.tensor(float(base * (moekit.here().rank + 1)))
-    torch.distributed.all_reduce(mine)
-    return mine.item()
-pool = moekit.workers(2, threads=1, device="cpu", env=json.loads(sys.argv[1]), timeout=60)
-print(pool(total, 10), flush=True)
-pool(time.sleep, 600)
-"""
-
-
-@pytest.mark.long
-def test_bc_118_two_pools_at_once_a_killed_rank_and_a_restart(
-    new_mark: Callable[[], Any], request: pytest.FixtureRequest
-) -> None:
-    """BC-118: the classic port is taken, and both pools have their own sums; one loses a rank during a call."""
-
-    def total(base: int) -> float:
-        mine = torch.tensor(float(base * (moekit.here().rank + 1)))
-        torch.distributed.all_reduce(mine)
-        return mine.item()
-
-    def die() -> None:
-        if moekit.here().rank == 1:
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGKILL)
-        torch.distributed.barrier()
-
-    one, two, before = new_mark(), new_mark(), ipython_files()
-    busy = socket.create_server(("127.0.0.1", 29500)) if host.port_is_free(29500) else None
-    other = subprocess.Popen([sys.executable, "-c", OTHER, json.dumps(two.env)], stdout=subprocess.PIPE, text=True)
-    request.addfinalizer(other.kill)
-    pool = moekit.workers(2, threads=1, device="cpu", env=one.env, timeout=60)
-    request.addfinalizer(pool.close)
-    assert pool(total, 1) == [3.0, 3.0]
-    assert other.stdout.readline() == "[30.0, 30.0]\n"
-    begin = time.monotonic()
-    with pytest.raises(JobError, match=r"lost rank 1: it was killed by signal 9 \(SIGKILL\)") as caught:
-        pool(die)
-    assert time.monotonic() - begin < 10 and caught.value.rank == 1
-    with pytest.raises(JobError, match="lost rank 1"):
-        pool(total, 1)
-    pool.restart()
-    assert pool(total, 1) == [3.0, 3.0]
-    assert len(two.living()) == 5  # its guard, controller, heart monitor and ranks are not ours
-    other.kill()
-    other.wait()
-    assert two.all_gone(10), [p.cmdline() for p in two.living()]
-    assert pool(total, 1) == [3.0, 3.0]
-    pool._guard.kill()  # all of the pool dies with the process that keeps it
-    assert one.all_gone(10), [p.cmdline() for p in one.living()]
-    with pytest.raises(JobError, match="which keeps it, ended"):
-        pool(total, 1)
-    pool.close()
-    assert ipython_files() == before
-    if busy is not None:
-        busy.close()
-
-
-CELLS = {
-    "start": """
-        import json, os, sys, time
-        from pathlib import Path
-        import moekit
-        counter = Path("counter.txt")
-        counter.write_text(str(int(counter.read_text()) + 1) if counter.exists() else "1")
-        def f(rank):
-            return helper(rank)
-        def helper(rank):
-            return rank * 10
-        marks = json.loads(os.environ["MARKS"])
-        def wait_for(path):
-            while not os.path.exists(path):
-                time.sleep(0.05)
-            return "it came"
-        for name in ("attached", "detached"):
-            moekit.submit(wait_for, "go", name=name, threads=1, env=marks[name], detach=name == "detached")
-        pool = moekit.workers(2, threads=1, device="cpu", env=marks["pool"])
-        print(pool(lambda: f(moekit.here().rank)), "torch" in sys.modules)
-    """,
-    "px": """%%px
-import moekit, torch
-x = torch.ones(2) * (1 + moekit.here().rank)
-torch.distributed.all_reduce(x)
-print("on", moekit.here().rank)
-x.tolist()
-""",
-    "edit": """
-        def helper(rank):
-            return x.sum().item() + rank  # x: of the %%px cell
-        pool(lambda: f(moekit.here().rank))
-    """,
-    "error": """%%px
-import time
-if moekit.here().rank == 1:
-    1 / 0  # of rank 1
-time.sleep(60)
-""",
-    "one": "%%px --targets 1\nprint(x.sum() / 2)",
-    "call": """
-        def bad():
-            if moekit.here().rank == 1:
-                raise ValueError("in a call")  # line of bad
-            time.sleep(60)
-        pool(bad)
-    """,
-    "wait": "pool(time.sleep, 60)",
-    "same": "pool(lambda: os.getpid()) == pool.pids",
-    "stuck": """%%px
-if moekit.here().rank == 1:
-    int("of rank 1 again")
-torch.distributed.barrier()
-""",
-    "after": "%px print(1)",
-    "restart": """
-        pool.restart()
-        other = moekit.workers(1, threads=1, device="cpu", env=marks["pool"])
-        pool.activate()
-    """,
-    "two": "%px import moekit; print(moekit.here().world)",
-    "names": "%px x",
-    "busy": "pool(time.sleep, 600)",
-}
-
-
-@pytest.mark.long
-def test_bc_120_a_notebook_and_its_killed_kernel(
-    tmp_path: Path, new_mark: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, until: Any
-) -> None:
-    """BC-120: functions of cells travel by value, no cell runs again; errors show; SIGKILL of the kernel ends all, but
-    for a detached job."""
-    from jupyter_client.manager import start_new_kernel
-
-    marks, before = {name: new_mark() for name in ("pool", "attached", "detached")}, ipython_files()
-    monkeypatch.setenv("MARKS", json.dumps({name: mark.env for name, mark in marks.items()}))
-    mark = marks["pool"]
-    kernel, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path), startup_timeout=60)
-
-    def run(cell: str, interrupt: float = 0.0) -> tuple[str, str, float]:
-        """What a cell printed and displayed, the error that it shows, and how long it took."""
-        told: list[str] = []
-
-        def hook(message: dict[str, Any]) -> None:
-            content = message["content"]
-            told.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
-
-        begin = time.monotonic()
-        if interrupt:
-            threading.Timer(interrupt, kernel.interrupt_kernel).start()
-        cell = textwrap.dedent(CELLS[cell]).strip()
-        reply = client.execute_interactive(cell, timeout=100, output_hook=hook)["content"]
-        shown = "\n".join(reply["traceback"]) if reply["status"] == "error" else ""
-        return "".join(told), re.sub(r"\x1b\[[\d;]*m", "", shown), time.monotonic() - begin
-
-    try:
-        assert run("start")[:2] == ("[0, 10] False\n", "")  # the notebook's process has no torch
-        shown, error, _ = run("px")
-        assert "[rank 0] on 0\n[rank 1] on 1\n" in shown and shown.count("[3.0, 3.0]") == 2 and not error
-        assert run("edit")[:2] == ("[6.0, 7.0]", "")
-        for cell, line in (("error", "1 / 0  # of rank 1"), ("call", 'raise ValueError("in a call")  # line of bad')):
-            shown, error, seconds = run(cell)
-            assert error.startswith("JobError: rank 1: ") and line in error and seconds < 10
-            assert "rank 0 had not ended and got an interrupt" in error and "pool.py" not in error
-        assert run("one")[:2] == ("[rank 1] tensor(3.)\n", "")
-        _, error, seconds = run("wait", interrupt=1.0)
-        assert "KeyboardInterrupt" in error and "ranks 0, 1 had not ended" in error and seconds < 10
-        assert run("same")[:2] == ("True", "")
-        _, error, seconds = run("stuck")
-        assert 'int("of rank 1 again")' in error and "rank 0 did not answer" in error and seconds < 10
-        assert "rank 0 did not answer" in run("after")[1]
-        assert run("restart")[1] == ""
-        assert run("two")[:2] == ("[rank 0] 2\n[rank 1] 2\n", "")
-        assert "NameError" in run("names")[1]
-        client.execute(CELLS["busy"])
-        jobs = [moekit.attach(tmp_path / "runs" / name) for name in ("attached", "detached")]
-        assert until(lambda: [job.state for job in jobs] == ["running"] * 2, 30)
-        assert len(mark.living()) == 5 + 4  # guards, controllers, their heart monitors, ranks
-    finally:
-        os.kill(kernel.provisioner.pid, signal.SIGKILL)
-        begin = time.monotonic()
-        client.stop_channels()
-    gone = until(lambda: not mark.living() and not marks["attached"].living(), 10)
-    assert gone and time.monotonic() - begin < 10, [p.cmdline() for p in mark.living() + marks["attached"].living()]
-    assert [job.state for job in jobs] == ["stopped", "running"]
-    (tmp_path / "go").touch()
-    assert jobs[1].result(60) == ["it came"]
-    assert (tmp_path / "counter.txt").read_text() == "1"
-    assert ipython_files() == before
