@@ -46,7 +46,7 @@ class Controls:
         self._setting = 0  # the thread that sets widgets: what it changes, nobody has chosen
         wide, look = {"width": "auto"}, {"style": {"description_width": "initial"}}
         choose = lambda options, **how: w.Dropdown(options=options, layout={"width": "auto"}, **look, **how)
-        button = lambda name: w.Button(description=name, disabled=True, layout={"width": "84px"})
+        button = lambda name: w.Button(description=name, disabled=True, layout={"flex": "0 0 84px"})
         self.widgets = {
             "run": choose([(name, i) for i, name in enumerate(runs)], value=0, description="run"),
             "stop": button("Stop"), "resume": button("Resume"), "message": w.HTML(),
