@@ -13,6 +13,8 @@ from moekit.ops import GradSlot, sort_rows
 
 torch.set_num_threads(1)
 NAMES = ("x", "gate", "gate_up", "down")
+FORMS = [reference.moe_ffn, ragged.moe_ffn, ops.moe_ffn]  # in float32 the last one is the C++ form where it runs
+IDS = ["reference", "torch", "ops"]
 
 # N, K, E, D, F: odd sizes, one position, one choice, more experts than rows, rows past one padding unit
 SHAPES = [(7, 2, 5, 6, 3), (1, 3, 4, 5, 7), (0, 2, 3, 4, 2), (2, 1, 9, 3, 5), (70, 3, 4, 8, 16)]
@@ -122,31 +124,34 @@ def test_gradient_of_a_sum_is_an_expanded_tensor():
         torch.testing.assert_close(t.grad, w, rtol=1e-12, atol=1e-12)
 
 
-def test_bc_034_an_expert_without_rows_has_gradient_zero():
+@pytest.mark.parametrize("form", FORMS, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_bc_034_an_expert_without_rows_has_gradient_zero(form, dtype):
     """BC-034: rows [[1,2],[3,4]] on expert 0, [5,6] on expert 2, loss = sum of outputs.
 
     A SwiGLU expert is the linear map of the case when its gate half is saturated and its down matrix is the identity:
     silu(z) -> z for large z, so the up half's weight gradient is z * (rows^T ones). Buffers are poisoned with NaN.
     """
-    big = 40.0  # silu(40) = 40 to the last bit of float64
-    x = torch.tensor([[1.0, 2, 1], [3, 4, 1], [5, 6, 1]], dtype=torch.float64)  # third column drives the gate
-    gate_up = torch.zeros(3, 4, 3, dtype=torch.float64)
+    big = 40.0  # silu(40) = 40 to the last bit
+    x = torch.tensor([[1.0, 2, 1], [3, 4, 1], [5, 6, 1]], dtype=dtype)  # third column drives the gate
+    gate_up = torch.zeros(3, 4, 3, dtype=dtype)
     gate_up[:, :2, 2] = big
-    gate_up[:, 2:, :2] = torch.randn(3, 2, 2, dtype=torch.float64)
+    gate_up[:, 2:, :2] = torch.randn(3, 2, 2, dtype=dtype)
     gate_up.requires_grad_()
-    down = torch.zeros(3, 3, 2, dtype=torch.float64)
-    down[:, :2] = torch.eye(2, dtype=torch.float64)
-    rows, ones = sort_rows(torch.tensor([[0], [0], [2]]), 3), torch.ones(3, 1, dtype=torch.float64)
+    down = torch.zeros(3, 3, 2, dtype=dtype)
+    down[:, :2] = torch.eye(2, dtype=dtype)
+    rows, ones = sort_rows(torch.tensor([[0], [0], [2]]), 3), torch.ones(3, 1, dtype=dtype)
     for _ in range(3):
-        poison = [torch.full((n,), torch.nan, dtype=torch.float64) for n in (9, 18, 36, 36, 36)]
+        poison = [torch.full((n,), torch.nan, dtype=dtype) for n in (9, 18, 36, 36, 36)]
         del poison
-        (grad,) = torch.autograd.grad(ops.moe_ffn(x, rows, ones, gate_up, down).sum(), gate_up)
-        want = torch.tensor([[[4, 4], [6, 6]], [[0, 0], [0, 0]], [[5, 5], [6, 6]]], dtype=torch.float64)
+        (grad,) = torch.autograd.grad(form(x, rows, ones, gate_up, down).sum(), gate_up)
+        want = torch.tensor([[[4, 4], [6, 6]], [[0, 0], [0, 0]], [[5, 5], [6, 6]]], dtype=dtype)
         assert torch.equal(grad[:, 2:, :2].transpose(1, 2) / big, want)
-        assert torch.equal(grad[1], torch.zeros(4, 3, dtype=torch.float64))
+        assert torch.equal(grad[1], torch.zeros(4, 3, dtype=dtype))
 
 
-def test_bc_044_rows_that_are_not_owned_are_removed_not_scaled():
+@pytest.mark.parametrize("form", FORMS, ids=IDS)
+def test_bc_044_rows_that_are_not_owned_are_removed_not_scaled(form):
     """BC-044: slot outputs [[1,0],[NaN,NaN]], gates [0.6, 0]; the second is not in the sum, so it cannot reach it.
 
     The expert that would give NaN has NaN weights and no row. Forward 0.6, d gates [1, 0].
@@ -159,29 +164,29 @@ def test_bc_044_rows_that_are_not_owned_are_removed_not_scaled():
     gate_up[1], down[1] = torch.nan, torch.nan
     gate = torch.tensor([[0.6, 0.0]], requires_grad=True)
     owned = ops.Sorted(torch.tensor([0]), torch.tensor([0]), torch.tensor([1, 1]))  # choice 1 lives elsewhere
-    for form in (reference.moe_ffn, ops.moe_ffn):
-        y = form(x, owned, gate, gate_up, down)
-        (dgate,) = torch.autograd.grad(y.sum(), gate)
-        torch.testing.assert_close(y, torch.tensor([[0.6, 0.0]]))
-        torch.testing.assert_close(dgate, torch.tensor([[1.0, 0.0]]))
+    y = form(x, owned, gate, gate_up, down)
+    (dgate,) = torch.autograd.grad(y.sum(), gate)
+    torch.testing.assert_close(y, torch.tensor([[0.6, 0.0]]))
+    torch.testing.assert_close(dgate, torch.tensor([[1.0, 0.0]]))
 
 
-def test_bc_068_gate_comes_first_and_axes_are_expert_row_column():
+@pytest.mark.parametrize("form", FORMS, ids=IDS)
+def test_bc_068_gate_comes_first_and_axes_are_expert_row_column(form):
     """BC-068: gate 1, up 2 -> silu(1) * 2 = 1.4621172 (swapped: 1.7615942), with E=2, D=2, F=3 all different."""
     gate_up = torch.zeros(2, 6, 2)
     gate_up[1, 0, 0], gate_up[1, 3, 0] = 1.0, 2.0  # expert 1, hidden unit 0: gate row 0, up row 3
     down = torch.zeros(2, 2, 3)
     down[1, 1, 0] = 1.0
-    y = ops.moe_ffn(torch.tensor([[1.0, 0.0]]), sort_rows(torch.tensor([[1]]), 2), torch.ones(1, 1), gate_up, down)
+    y = form(torch.tensor([[1.0, 0.0]]), sort_rows(torch.tensor([[1]]), 2), torch.ones(1, 1), gate_up, down)
     torch.testing.assert_close(y, torch.tensor([[0.0, 1.4621172]]))
 
 
-def test_bc_069_w1_is_gate_w3_is_up_w2_is_down():
+@pytest.mark.parametrize("form", FORMS, ids=IDS)
+def test_bc_069_w1_is_gate_w3_is_up_w2_is_down(form):
     """BC-069: w1=1, w3=2, w2=3, x=1 -> 4.3863515; w1 and w3 are [F, D], w2 is [D, F]."""
     w1, w3, w2 = (torch.full((1, 1), v) for v in (1.0, 2.0, 3.0))
-    y = ops.moe_ffn(
-        torch.ones(1, 1), sort_rows(torch.tensor([[0]]), 1), torch.ones(1, 1), torch.cat((w1, w3))[None], w2[None]
-    )
+    one = torch.ones(1, 1)
+    y = form(one, sort_rows(torch.tensor([[0]]), 1), one, torch.cat((w1, w3))[None], w2[None])
     torch.testing.assert_close(y, torch.tensor([[4.3863515]]))
 
 
