@@ -99,6 +99,7 @@ def test_bc_023_no_label_crosses_documents():
     documents = [document([5, 6, 2]), document([7, 8, 2])]
     packed = build_rows(documents, DataConfig(length=6)).batch()
     assert packed.labels.tolist() == [[6, 2, -100, 8, 2, -100]]
+    assert torch.equal(Batch.make(packed.input_ids, segment=packed.segment).labels, packed.labels)  # derived ones
     logits = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))  # of any model that reads one token
     together, apart = (
         F.cross_entropy(logits[b.input_ids].flatten(0, 1), b.labels.flatten(), reduction="sum")

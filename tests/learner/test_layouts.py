@@ -175,3 +175,14 @@ def test_uneven_numbers_of_microbatches():
     want = layouts.run(World(), torch.float64, rows=4, steps=1)
     assert metrics["loss/sft"] == want["loss/sft"] and metrics["rows/dispatched"] == want["rows/dispatched"]
     assert metrics["loss/balance"] == want["loss/balance"]
+
+
+def test_bc_042_pooled_statistics_are_not_divided_by_the_ranks():
+    """BC-042: choices pooled over two ranks: the balance loss and the routers' gradient are those of one process."""
+    name = "2, dp2, microbatch balance"
+    want = one(name)
+    routers = {n: g for n, g in want["gradient"].items() if n.endswith("router.weight")}
+    assert len(routers) == 3 and all(float(g.norm()) > 0 for g in routers.values())
+    for got in results(name):
+        assert got["loss/balance"] == pytest.approx(want["loss/balance"], rel=1e-9)
+        assert difference({n: got["gradient"][n] for n in routers}, routers) <= 1e-9
