@@ -82,6 +82,8 @@ def test_the_fixture_is_not_symmetric():
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if not c.skew])
 def test_one_gradient_in_every_layout(name):
+    """BC-051 and BC-058 in steps: the norm that clips is one process' with experts and stages (a tied weight, too)
+    spread over ranks."""
     case, want = CASES[name], one(name)
     exact = case.dtype == torch.float64
     tolerance = 1e-9 if exact else 1e-5

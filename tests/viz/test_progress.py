@@ -96,6 +96,7 @@ def test_bc_124_each_line_has_one_owner(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_threads_that_share_a_panel_do_not_cut_each_others_lines() -> None:
+    """BC-124, in one panel: a line belongs to the thread that writes it."""
     panel = LogPanel("both")
     turn = threading.Barrier(2)
 
