@@ -99,6 +99,7 @@ time.sleep(60)"""
             time.sleep(0.02)
     finally:
         os.killpg(group, signal.SIGKILL)  # a real vLLM ends its processes; the script leaves its child
+        segment(how["log"]).unlink(missing_ok=True)
 
 
 def test_an_object_that_is_gone_ends_its_server(how, tmp_path):
@@ -108,3 +109,4 @@ def test_an_object_that_is_gone_ends_its_server(how, tmp_path):
     gc.collect()
     assert group.wait(10) == -signal.SIGTERM
     os.killpg(group.pid, signal.SIGKILL)
+    segment(how["log"]).unlink(missing_ok=True)
