@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from ..errors import RunError
 from . import record
 
 LONG = 1 << 18  # bytes; Arrow's start costs as much as parsing so many line by line
@@ -79,7 +80,14 @@ class Columns:
         try:
             if again := not self._goes_on():
                 self._forget()
-            found, end, line = read_table(self.path, self._offset)
+            try:
+                found, end, line = read_table(self.path, self._offset)
+            except RunError:
+                if self._goes_on():
+                    raise
+                return self.read()  # it was cut after the first look
+            if not self._goes_on():
+                return self.read()
         except FileNotFoundError:
             return False
         if end == self._offset:

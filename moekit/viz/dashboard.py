@@ -195,15 +195,16 @@ class Dashboard(Following):
 
     def _look(self, last: bool) -> bool:
         with self._page.setting() if self._page else nullcontext():
-            states = [source.state for source in self.sources]  # before reading: what came before an end is then read
+            gone = [source.gone for source in self.sources]
             try:
-                return self._show(states, last)
-            except MoekitError:
-                if last or [source.gone for source in self.sources] == [state == "gone" for state in states]:
+                return self._show(last)
+            except (OSError, MoekitError):
+                if gone == [source.gone for source in self.sources]:
                     raise
                 return False  # a folder was deleted meanwhile: next time
 
-    def _show(self, states: list[str], last: bool) -> bool:
+    def _show(self, last: bool) -> bool:
+        states = [source.state for source in self.sources]  # before reading: what came before an end is then read
         for source in self.sources:
             source.read()
         over = last or not set(states) & set(GOING)
@@ -253,8 +254,9 @@ class Dashboard(Following):
             sign, ink = SIGNS[now]
             runs.append({"name": source.name, "state": now, "sign": sign, "ink": ink, "facts": source.facts(now),
                          "chosen": source is chosen, **look})  # fmt: skip
-        ranks = [rank | _rank_words(rank) for rank in (job.ranks if job is not None else [])[:RANKS]]
-        page_.say("state", value=page("dashboard.html.jinja", runs=runs, ranks=ranks))
+        every = job.ranks if job is not None else []
+        ranks = [rank | _rank_words(rank) for rank in every[:RANKS]]
+        page_.say("state", value=page("dashboard.html.jinja", runs=runs, ranks=ranks, more=len(every) - len(ranks)))
         none = "its folder was deleted" if state == "gone" else "no launcher started this run: there is no job here"
         why = none if job is None else ""
         cannot = job.cannot_resume if job is not None else why

@@ -66,8 +66,9 @@ def known(table: pd.DataFrame, name: str) -> pd.Series:
     """
     if name not in table:
         return pd.Series(dtype=float)
-    loss = name.startswith("loss/") and "rows/dispatched" in table
-    return table[name][table[name].notna() | (table["rows/dispatched"].notna() if loss else False)]
+    values: Any = table[name]
+    worked = table["rows/dispatched"].notna() if name.startswith("loss/") and "rows/dispatched" in table else False
+    return values[values.notna() | worked]
 
 
 def looks(count: int) -> list[dict[str, str]]:
