@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -292,13 +293,12 @@ LARGE = {"OLMoE-1B-7B": (2048, 16, 2048, 2048, 64, 8, 1024, 4096, 50304),
     [(8, 8, 1, 2, "none"), (8, 4, 1, 1, "block"), (16, 2, 4, 2, "moe"), (16, 8, 2, 0, "block")],
 )
 def test_state_rows_and_wire_of_large_models_by_hand(name, world, ep, pp, zero, recompute):
-    """From the shapes and the definitions of learner and ring alone: 2 + 4 + 4 + 8 bytes a parameter, the last two and
-    the reduced gradients divided by those who share them; 32 rows of 2048, 2 in a microbatch, of bf16."""
+    """From the shapes alone: 2 + 4 + 4 + 8 bytes a parameter, the last two and the reduced gradients divided by those
+    who share them; rings; 32 rows of 2048, 2 in a microbatch, of bf16."""
     D, L, q, kv, E, K, F, norms, V = LARGE[name]
     config = SFTConfig("", "", dtype="bfloat16", batch_rows=32, microbatch_rows=2, rows=DataConfig(length=2048))
     (o,) = plan(name, config, world, ep=ep, pp=pp, zero=zero, recompute=recompute).options
-    dp = world // pp
-    edp, micro, N = dp // ep, 32 // dp // 2, 2 * 2048
+    dp, edp, micro, N = world // pp, world // pp // ep, 32 // (world // pp) // 2, 2 * 2048
     held, sent = [], []
     for rank, (start, stop) in enumerate(plan_stages(preset(name), pp)):
         n = stop - start
@@ -343,7 +343,7 @@ def test_vllm_weights_are_kept_on_rank_0_and_a_stale_engine_works_beside():
     now, late = (plan("tiny", replace(config, staleness=n), **how).options[0] for n in (0, 1))
     cache, kept = now.memory["kv_cache"] + now.memory["prompts"], late.memory["serving"]  # to start the engine again
     assert late.phases == {p: n + kept + cache * (p in ("train", "score")) for p, n in now.phases.items()}
-    assert sum(late.at_peak.values()) == late.total
+    assert late.total == sum(late.at_peak.values())
 
 
 @pytest.mark.parametrize(
@@ -384,8 +384,10 @@ def test_a_floor_from_peak_figures():
 
 
 @pytest.mark.long
-def test_predicted_against_measured_seconds(tmp_path):
-    """The ratio is printed; what is asserted is its order of magnitude, and that more rows an expert are cheaper."""
+def test_predicted_against_measured_seconds(tmp_path, monkeypatch):
+    """In CPU seconds of one thread, which other processes hardly change. The ratio is printed; that of a quiet machine
+    is near 1 (`unit_costs.predict`). More rows an expert are cheaper."""
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
     shape = replace(SHAPE, width=256, heads=4, kv_heads=4, expert_width=256, layers=4, head_dim=64, max_positions=512)
     costs = UnitCosts.load(measure_unit_costs(shape).save(tmp_path / "costs.json"))
     assert costs.experts[-1][1] > costs.experts[0][1] and costs.layer_s > 0 and costs.wire is None
@@ -395,4 +397,4 @@ def test_predicted_against_measured_seconds(tmp_path):
     config = SFTConfig("", "", batch_rows=4, microbatch_rows=1, rows=DataConfig(length=256))
     told = plan(shape, config, 1, costs=costs, zero=[2], recompute=["none"]).best.seconds["total"]
     print(f"predicted {told:.3f} s, measured {seconds:.3f} s, ratio {told / seconds:.2f}")
-    assert 0.1 < told / seconds < 10
+    assert 0.5 < told / seconds < 2
