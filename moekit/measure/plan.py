@@ -94,10 +94,13 @@ class Bucket(NamedTuple):
 def buckets(held: Sequence[Held], config: LearnerConfig, dp: int) -> list[Bucket]:
     """A rank's buckets as `moekit.learner.gradients` fills them: families, last parameters first, in backward order."""
     groups, going, order = list[list[Held]](), dict[tuple, list[Held]](), {h.name: -i for i, h in enumerate(held)}
+    size = Counter[tuple]()
     for h in reversed(held):
         going.setdefault(family := (h.expert, len(h.shape) >= 2, h.tied), []).append(h)
-        if sum(prod(x.shape) for x in going[family]) >= LARGEST[config.reduce]:
+        size[family] += prod(h.shape)
+        if size[family] >= LARGEST[config.reduce]:
             groups.append(going.pop(family))
+            size[family] = 0
     out = []
     for group in sorted([*groups, *going.values()], key=lambda g: order[g[-1].name]):
         ranks = dp // config.ep if group[0].expert else dp

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,6 +254,10 @@ class Plan:
             "dtype": "bfloat16", "microbatch_rows": 1, "microbatch_tokens": c.row_length, "reference": "cached",
             "update_mode": "in_place", "rollout_dtype": "bfloat16", "slots": max(1, getattr(c, "slots", 1) // 4),
         }  # fmt: skip
+        if getattr(c, "engine", "") == "embedded":
+            other["serve_ep"] = gcd(self.world, self.shape.experts)
+        if c.dtype == "bfloat16" and getattr(c, "rollout_dtype", None) is None:
+            del other["rollout_dtype"]  # that is what it is
         for k, value in other.items():
             if getattr(c, k, value) != value:
                 changes[f"{k}={value!r}"] = {"workload": replace(c, **{k: value})}

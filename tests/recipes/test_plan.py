@@ -256,6 +256,17 @@ def test_a_plan_says_what_fits_and_what_would_help():
     assert "give costs=" in repr(many) and many.best.seconds is None
 
 
+def test_an_engine_that_holds_all_experts_can_share_them():
+    """Mixtral's experts are 32 x 8 x 3 x 4096 x 14336 numbers; shared by 8 ranks, a rank holds 7/8 of them less. In
+    bfloat16 there is no narrower copy to advise."""
+    config = GRPOConfig("", "", dtype="bfloat16", prompts=8, group=2, max_prompt=32, max_new_tokens=32, length=64,
+                        microbatch_tokens=64, update_mode="in_place")  # fmt: skip
+    found = plan("Mixtral-8x7B", config, 8, 80e9, ep=8, pp=1, zero=2, recompute="none")
+    helps, (near,) = dict(found.helps()), found.options
+    assert near.total - helps["serve_ep=8"] == pytest.approx(2 * 7 / 8 * 32 * 8 * 3 * 4096 * 14336, rel=1e-3)
+    assert "serve_ep=8" in found.verdict and not any(k.startswith("rollout_dtype") for k in helps)
+
+
 def test_phases_do_not_overlap():
     """What works in one phase is not there in another; a phase is what stays and what works in it."""
     config = PPOConfig("", "", prompts=4, group=2, max_prompt=32, max_new_tokens=32, length=64, microbatch_tokens=64,
