@@ -22,6 +22,9 @@ def text(fig: Figure, rows: int = 12) -> str:
     1   2.5
     2  1.25
     3   0.5
+    >>> print(text(go.Figure([go.Scatter(x=[1, 2], y=[0, 9]), go.Scatter(x=[2], y=[1.25], name="loss")])))
+    x  loss
+    2  1.25
     """
     blocks = []
     for table, note in tables(fig, rows):
@@ -59,6 +62,7 @@ def tables(fig: Figure, rows: int = 12) -> "Iterator[tuple[pd.DataFrame, str]]":
 def _series(fig: Figure, axes: tuple[str, str], traces: list[Any], rows: int) -> "tuple[pd.DataFrame, str]":
     import pandas as pd
 
+    traces = [t for t in traces if t.name] or traces  # beside named ones, others lead the eye and say nothing
     words = lambda values: values is not None and any(isinstance(v, str) for v in values)
     flat = traces[0].orientation == "h" or (words(traces[0].y) and not words(traces[0].x))
     along, across = ("y", "x") if flat else ("x", "y")
