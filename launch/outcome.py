@@ -70,8 +70,9 @@ def failure(folder: Path, world: int, failed: dict[str, Any]) -> dict[str, Any]:
     if failed["knock_on"]:
         for rank in range(world):
             at = re.search(r'File "(.*)", line (\d+) in (.*)', stack := _stack(folder, rank))
-            said = (folder / "errors" / f"rank_{rank}.json", folder / "results" / f"rank_{rank}.pkl")
-            if not (stack or any(path.exists() for path in said)):
+            told = (read_json(folder / "ranks" / f"rank_{rank}.json") or {}).get("phase") == "returned"
+            left = (folder / "errors" / f"rank_{rank}.json", folder / "results" / f"rank_{rank}.pkl")
+            if not (stack or told or any(path.exists() for path in left)):
                 reason += f"; rank {rank} ended before its function returned"
             if at and "torch/distributed/" not in at[1]:
                 reason += f"; rank {rank} was not in it, but at {at[1]}:{at[2]} in {at[3]}"
