@@ -89,7 +89,7 @@ class RLConfig(RunConfig):
     engine: Literal["embedded", "process", "vllm"] = "embedded"  # in the learner's process, in one of its own, or vLLM
     engine_url: str | None = None  # of a vLLM server: `moekit.rollout.vllm_http.start_server`, or one of yours
     staleness: int = 0  # 1: the answers of a step are sampled while the step before trains, one step behind
-    engine_seconds: float = 300.0  # of one answer of a vLLM server, and until one that is gone is back at its address
+    engine_seconds: float = 300.0  # until a vLLM server that is gone is back at its address; of one answer, if over 120
     serve_ep: int | None = None  # ranks that share the experts of an embedded engine; None = each rank's has all
     update_mode: Literal["atomic", "in_place"] = "atomic"  # the old weights serve until all new ones are there, or not
     length: int = 512  # T, positions of a row

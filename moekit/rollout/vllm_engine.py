@@ -302,9 +302,7 @@ class VLLMEngine:
         if whole or "model" not in vars(self):
             return Sent()
         if self._due is None:
-            raise EngineError(
-                "there are no weights to give to vLLM again: an update ended half-way. Update the weights"
-            )
+            raise EngineError("no weights to give to vLLM again: an update ended half-way. Update the weights")
         self.restarts, self._broken = self.restarts + 1, self._broken or "it lost its weights"
         return self.update_weights(self.model, self._due)
 

@@ -312,15 +312,13 @@ class Dashboard(Following):
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """Names of folders, with as many folders above as it takes to tell them apart; one that is given twice has one.
+    """Names of different folders, with as many folders above as it takes to tell them apart.
     >>> _names([Path("/runs/a/first"), Path("/runs/b/first")]), _names([Path("/runs/a"), Path("/runs/b")])
     (['a/first', 'b/first'], ['a', 'b'])
-    >>> _names([Path("/runs/a"), Path("/runs/a")])
-    ['a', 'a']
     """
     parts = [folder.resolve().parts for folder in folders]
     cut = (["/".join(part[-count:]) for part in parts] for count in range(1, 1 + max(map(len, parts))))
-    return next(names for names in cut if len(set(names)) == len(set(parts)))
+    return next(names for names in cut if len(set(names)) == len(names))
 
 
 def _rank_words(rank: dict[str, Any]) -> dict[str, str]:
