@@ -80,24 +80,26 @@ def test_a_run_that_was_cut_and_grew_again_is_read_anew(tmp_path: Path) -> None:
     assert columns.read() and columns.table.loc[9].to_dict() == {"loss/sft": 0.125, "eval/sft": 0.25}
 
 
-@pytest.mark.parametrize("shift", [0, 7])
+@pytest.mark.parametrize("where", ["the middle of a line", "the end of one"])
 def test_a_run_that_is_cut_while_it_is_read_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Between the look whether it goes on and the reading; what stood there then may be the middle of a line."""
+    """Between the look whether it goes on and the reading; what stands where the reading begins is another's."""
     path, read = record(tmp_path, 4) / "metrics.jsonl", follow.read_table
     columns = Columns(path, {"loss/sft"}.__contains__)
     assert columns.read()
+    as_long = path.read_bytes().replace(b":0.", b":7.")  # 1.0, 7.5, 7.33, 7.25
+    lines = [as_long] if where == "the end of one" else [encode(step, {"loss/sft": 7.0, "x": 1}) for step in range(4)]
+    anew = b"".join([*lines, *(encode(step, metrics(step) | {"loss/sft": 7.0}) for step in range(4, 9))])
+    assert (anew[path.stat().st_size - 1 :][:1] == b"\n") == (where == "the end of one")
 
     def late(*args: Any) -> Any:
         monkeypatch.undo()
-        path.write_bytes(
-            b"".join(encode(step, metrics(step) | {"loss/sft": 7.0, "x": "y" * shift}) for step in range(9))
-        )
+        path.write_bytes(anew)
         return read(*args)
 
     monkeypatch.setattr(follow, "read_table", late)
-    assert columns.read() and columns.table["loss/sft"].tolist() == [7.0] * 9
+    assert columns.read() and columns.table["loss/sft"].tolist() == [decode(x)["loss/sft"] for x in anew.splitlines()]
 
 
 def test_some_steps_of_an_array_are_read_from_the_files_that_hold_them(
