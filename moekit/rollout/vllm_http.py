@@ -32,6 +32,11 @@ ROUTES = {
     "init": "/init_weight_transfer_engine", "start": "/start_weight_update", "update": "/update_weights",
     "finish": "/finish_weight_update", "reset": "/reset_prefix_cache", "resume": "/resume", "pause": "/pause",
 }  # fmt: skip
+HINTS = {
+    403: "; start the server with --enable-scale-out",
+    404: "; start the server with VLLM_SERVER_DEV_MODE=1 and a vLLM of 0.32 or newer",
+}
+AGAIN = "look at its log, start it again, and update the weights"
 ASKED = {"version": "/weight_info", "paused": "/is_paused"}
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}
 
@@ -82,13 +87,11 @@ class HTTPLink:
             connection.close()
             raise EngineError(
                 f"the vLLM server {self.url} did not answer {path} ({type(error).__name__}: {error}); it has "
-                f"{self.timeout:g} s for an answer (of a run: engine_seconds). Look at its log, start it again, and "
-                "update the weights"
+                f"{self.timeout:g} s for an answer (of a run: engine_seconds); {AGAIN}"
             ) from error
-        if status != 200:
-            hint = {403: "; start the server with --enable-scale-out", 404: "; start the server with "
-                    "VLLM_SERVER_DEV_MODE=1 and a vLLM of 0.32 or newer"}  # fmt: skip
-            raise EngineError(f"vLLM answered {path} with {status}: {text[:300]}{hint.get(status, '')}")
+        if status != 200:  # a server whose engine process has ended answers so until it has ended too
+            hint = HINTS.get(status, f"; if its engine has ended, {AGAIN}" if status >= 500 else "")
+            raise EngineError(f"the vLLM server {self.url} answered {path} with {status}: {text[:300]}{hint}")
         return found
 
     def ask(self, requests: Sequence[Request], done: Callable[[int, dict[str, Any]], None]) -> None:

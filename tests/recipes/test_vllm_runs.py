@@ -138,15 +138,16 @@ def test_ranks_that_have_their_answers_do_not_ask_again(kit, served, tmp_path):
     assert [s["answer"] for s in samples(tmp_path / "run")] == [s["answer"] for s in samples(tmp_path / "whole")]
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_server_that_dies_and_comes_back(kit, served, tmp_path, monkeypatch, staleness):
+@pytest.mark.parametrize(("staleness", "lingers"), [pytest.param(0, 0.0, marks=pytest.mark.long), (1, 0.0), (0, 0.5)])
+def test_a_server_that_dies_and_comes_back(kit, served, tmp_path, monkeypatch, staleness, lingers):
     """It has other weights then, under no number: it is waited for, gets those of the version that it had, and is asked
-    for what is missing. The run is as without."""
+    for what is missing. The run is as without; also where its engine ends before it does, and it says 500 until then.
+    """
     grpo.train(run(kit, served().url, tmp_path / "whole", staleness=staleness))
     asked = []
     ask = VLLMEngine._read
     monkeypatch.setattr(VLLMEngine, "_read", lambda *a: asked.append(1) or ask(*a))
-    first = served(stop_after=22)  # between the answers of a step
+    first = served(stop_after=22, lingers=lingers)  # between the answers of a step
     thread = comes_back(first, served)
     grpo.train(run(kit, first.url, tmp_path / "broken", staleness=staleness, engine_seconds=20.0))
     thread.join()

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))
+from vllm_fake import DEAD
 from vllm_traffic import HOW, PROMPTS, SHAPE, exchange, model, rooted
 
 from moekit.errors import CapabilityError, ConfigError, EngineError
@@ -146,12 +147,16 @@ def test_a_failed_update_poisons(replay, path):
 
 @pytest.mark.parametrize(
     ("status", "says"),
-    [(403, "--enable-scale-out"), (404, "VLLM_SERVER_DEV_MODE"), (0, "did not answer .*TimeoutError")],
-)
-def test_refusals_name_the_remedy(replay, status, says):
-    replay.wrong["/inference/v1/generate"] = (status, "{}")
+    [
+        (400, "with 400: .*EngineCore[^;]*$"), (403, "--enable-scale-out"), (404, "VLLM_SERVER_DEV_MODE"),
+        (0, "not answer .*TimeoutError.*; look at its log, start it again, and update the weights"),
+        (500, "EngineCore.*; if its engine has ended, look at its log, start it again, and update the weights"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_server_and_the_remedy(replay, status, says):
+    replay.wrong["/inference/v1/generate"] = (status, json.dumps(DEAD))
     link = HTTPLink(replay.url, connections=1, timeout=0.3)
-    with VLLMEngine(link, SHAPE) as engine, pytest.raises(EngineError, match=says):
+    with VLLMEngine(link, SHAPE) as engine, pytest.raises(EngineError, match=f"{replay.url} (answered|did).*{says}"):
         engine.generate(PROMPTS, HOW)
 
 

@@ -23,11 +23,17 @@ from moekit.rollout.embedded import EmbeddedEngine
 from moekit.rollout.engine import Sampling
 from moekit.rollout.vllm_plugin import TORN
 
+TELLS = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+DEAD = {"error": {"message": TELLS, "type": "InternalServerError", "param": None, "code": 500}}  # vLLM 0.32's words
+
 
 class Fake:
-    """A server on a folder's weights. `stop_after`: requests for tokens, after which it ends, with those under way."""
+    """A server on a folder's weights. `stop_after`: requests for tokens, after which it ends, with those under way;
+    `lingers`: seconds for which it answers 500 after that, as one whose engine process has ended before it."""
 
-    def __init__(self, shape: ModelConfig, folder: Path, port: int = 0, stop_after: int | None = None):
+    def __init__(
+        self, shape: ModelConfig, folder: Path, port: int = 0, stop_after: int | None = None, lingers: float = 0.0
+    ):
         self.model, self.lock, self.lines = Transformer(shape, seed=None), threading.Lock(), set[socket.socket]()
         load_into(self.model, folder)
         self.names = {p.name: p for p in pieces(shape, choose_family(shape))}
@@ -38,7 +44,7 @@ class Fake:
             False,
         )
         self.seen, self.answered = list[str](), 0
-        self.left, outer = stop_after, self
+        self.left, self.lingers, outer = stop_after, lingers, self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -80,9 +86,14 @@ class Fake:
     def reply(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         with self.lock:
             self.seen.append(path)
+            if self.left is not None and self.left < 0 and self.lingers:
+                return 500, DEAD
             if path == "/inference/v1/generate":
                 if self.left is not None:
                     self.left -= 1
+                    if self.left == -1 and self.lingers:
+                        threading.Timer(self.lingers, self.kill).start()
+                        return 500, DEAD
                     if self.left < 0:
                         if self.left == -1:
                             self.kill()
