@@ -12,7 +12,7 @@ from .theme import CLASS, CLASS_TEXT, INK, MUTED, SERIES, SIZE, Figure, figure, 
 Panel = str | Sequence[str]  # one metric, or several that share an axis
 DEFAULT: tuple[Panel, ...] = ("loss/sft", "rate/supervised_tokens_s", "load/max_over_mean")
 POINTS = 2000  # more steps than this are thinned to the extremes of neighbours
-UNITS = {"loss": "nats a token", "eval": "nats a token", "rows": "a step", "tokens": "a step"}
+PER = {"sft": "nats a token", "dpo": "nats a pair", "reward": "nats a pair"}  # of losses, by objective
 GAP_X, GAP_Y, BELOW = 0.1, 74, 52  # between panels (share of the width, pixels), and below the last
 
 
@@ -32,6 +32,15 @@ def curves(source: Any, *panels: Panel, title: str = "", smooth: int = 1, column
     data = [pick(source, *names(panel)) for panel in panels]
     subtitle = f"Bold: mean of {smooth} steps; thin: every step" if smooth > 1 else ""
     return draw(panels, data, title=title, subtitle=subtitle, smooth=smooth, columns=columns)
+
+
+def unit(name: str) -> str:
+    """The unit of a metric; empty for one that has none, or that its name does not tell.
+    >>> [unit(name) for name in ("loss/sft", "eval/dpo", "eval/accuracy", "rows/dispatched")]
+    ['nats a token', 'nats a pair', '', 'a step']
+    """
+    group, _, what = name.partition("/")
+    return PER.get(what, "") if group in ("loss", "eval") else "a step" if group in ("rows", "tokens") else ""
 
 
 def names(panel: Panel) -> tuple[str, ...]:
@@ -89,7 +98,8 @@ def _head(fig: Figure, metrics: Sequence[str], found: dict[str, np.ndarray], lef
     groups, one = {name.split("/")[0] for name in metrics}, len(metrics) == 1
     group = metrics[0].split("/")[0]
     what = metrics[0] if one else group if len(groups) == 1 else ""
-    words = ", ".join(filter(None, (what, UNITS.get(group))))
+    per = {unit(name) for name in metrics}
+    words = ", ".join(filter(None, (what, per.pop() if len(per) == 1 else "")))
     note(fig, words, left, top, stand="left bottom", shift=(0, 24), colour=MUTED, size=SIZE["tick"])
     at = 0.0
     for k, name in enumerate(metrics):

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from . import masking, routing
-from .curves import thin
+from .curves import thin, unit
 from .series import CLASSES
 from .theme import (
     CLASS,
@@ -39,7 +39,6 @@ RATES = {
     "routed rows": "rate/routed_rows_s",
 }
 PARTS = ("loss/total", "loss/balance", "loss/z")  # an objective's own loss comes before these
-PER = {"loss/dpo": "nats a pair", "loss/reward": "nats a pair", "loss/sft": "nats a token"}
 NAMED_PASS = re.compile(r"(?:(\w+)_)?rows/(?:(dispatched|backward|recompute)|(\w+)_([a-z]+))")
 DASHES = ("solid", "dash", "dot")
 Runs = Mapping[str, pd.DataFrame]  # name -> metrics by step
@@ -81,10 +80,9 @@ def progress(runs: Runs, metric: str | None = None) -> Figure:
     fig = figure("", width=WIDE, height=40 + 240 + 46, margin={"t": 40, "b": 46, "r": 84})
     main = metric or (main_loss(next(iter(runs.values()))) if runs else "loss/total")
     names = {run: metric or main_loss(table) for run, table in runs.items()}
-    unit = PER.get(main, "nats" if main.startswith("loss/") else "")
     many = len(runs) > 1  # names stand beside the lines
     loss, rates = ((0.0, 0.42), (0.74, 1.0)) if many else ((0.0, 0.43), (0.61, 1.0))
-    panels = [(", ".join(filter(None, (main, unit))), names, loss, (0.0, 1.0))]
+    panels = [(", ".join(filter(None, (main, unit(main)))), names, loss, (0.0, 1.0))]
     for i, (what, name) in enumerate(RATES.items()):
         panels.append((f"{what} a second", dict.fromkeys(runs, name), rates, (0.74 - 0.37 * i, 1.0 - 0.37 * i)))
     for i, (words, chosen, (left, right), (low, high)) in enumerate(panels):

@@ -131,5 +131,8 @@ def test_curves_label_the_exact_last_value_and_show_rare_metrics_as_points() -> 
         and rare.mode == "lines+markers"
     )
     assert "<b>loss/sft  1</b>" in [n.text for n in fig.layout.annotations]
+    units = {"loss/dpo": "loss/dpo, nats a pair", "loss/critic": "loss/critic", "eval/exact": "eval/exact"}
+    fig = curves.curves({name: [1.0, 2.0] for name in units}, *units)
+    assert [n.text for n in fig.layout.annotations][::2] == list(units.values())  # a token's loss is not a pair's
     long = curves.curves({"loss/sft": np.r_[np.zeros(5000), 7.0, np.zeros(5000)]}, "loss/sft")
     assert len(long.data[0].y) <= 4000 and max(long.data[0].y) == 7.0  # thinned, and the spike is there
