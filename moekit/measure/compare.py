@@ -26,11 +26,13 @@ FREE = ("steps", "out", "save_every", "keep_checkpoints", "export", "overwrite",
 REQUIRED = ("base.weights", "batch.data", "layout.world", "layout.device")  # a run that does not say them is unlike
 FOLLOWS = {  # what is decided by what
     "batch.rows": ("rows", "batch", "length", "share_prompt", "over_long", "max_prompt", "items", "seed"),
+    "batch.verifier": ("verifier",),
     "layout.kernels": ("dtype", "layout.device", "layout.backend"),
 }
 # What a loss is a mean of: where one of these differs, losses are different quantities.
 MEANING = ("objective", "denominator", "constant_length", "rows.filter", "rows.supervise", "batch.data", "kind", "beta",
-           "batch.tokenizer", "batch.template", "label_smoothing", "length_normalised", "base.model")  # fmt: skip
+           "batch.tokenizer", "batch.template", "label_smoothing", "length_normalised", "base.model", "verifier",
+           "batch.verifier", "reward_scale")  # fmt: skip
 RATES, PER = ("supervised tokens/s", "tokens/s", "positions/s", "routed rows/s"), "routed rows per supervised token"
 TAIL = 0.1  # of the supervised tokens: what a loss is averaged over
 
@@ -40,8 +42,8 @@ def facts(run: Run) -> dict[str, Any]:
 
     The names are those of the recipe's configuration ("learner.lr", "rows.length") and, besides: base.weights (a hash,
     or the preset that `seed` draws), base.model (its shape), batch.data, batch.tokenizer, batch.template (hashes),
-    batch.rows (a hash of all rows), objective, layout (world, threads, device, backend, kernels), accounting, machine,
-    settings, versions and source.
+    batch.verifier (of the file that one of the user's own stands in), batch.rows (of all rows), objective, layout
+    (world, threads, device, backend, kernels), accounting, machine, settings, versions and source.
     """
     card, recipe = run.card, run.config.get("recipe", {})
     if card is None:
@@ -51,6 +53,7 @@ def facts(run: Run) -> dict[str, Any]:
     told = (recipe or {"seed": base.get("seed"), "learner": card.learner, "loss": card.objective}) | {
         "base": {"weights": base.get("sha256") or base.get("preset"), "model": card.model.get("config")},
         "batch": {"data": batch.get("sha256") or task or batch.get("fingerprint"), "rows": batch.get("fingerprint"),
+                  "verifier": batch.get("verifier_sha256"),
                   **{name: batch.get(name) for name in ("tokenizer", "template")}},
         "objective": card.objective.get("name"),
         "layout": {"threads": layout.get("threads of a rank"),

@@ -104,7 +104,15 @@ def card(config: RLConfig) -> dict[str, Any]:
              "mask_truncated", "replay", "engine", "staleness", "update_mode", "serve_ep")  # fmt: skip
     skip = {*batch, *(f.name for f in fields(RunConfig)), "slots", "reward_seconds", "reward_workers", "critic_learner",
             "engine_url", "engine_seconds"}  # fmt: skip
-    return {"objective": {k: v for k, v in every.items() if k not in skip}, "batch": {k: every[k] for k in batch}}
+    told = {k: every[k] for k in batch} | {"verifier_sha256": verifier_hash(config)}
+    return {"objective": {k: v for k, v in every.items() if k not in skip}, "batch": told}
+
+
+def verifier_hash(config: RLConfig) -> str | None:
+    """SHA-256 of the file that a verifier of the user's own stands in (not of what it imports); None for ours."""
+    module, own, _ = config.verifier.partition(":")
+    file = Path(getattr(importlib.import_module(module), "__file__", None) or "") if own else Path()
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def begin(config: RLConfig, name: str) -> Run:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,9 @@ from moekit.config import FilterConfig, RouterLossConfig, SFTConfig
 from moekit.errors import UnlikeRunsError
 from moekit.measure.compare import check, differences, facts
 from moekit.measure.record import open_run
+from moekit.recipes import grpo
 from moekit.recipes.sft import train
+from moekit.workloads import GRPOConfig
 
 
 def run(config: SFTConfig, out: Path, **changes: Any) -> Any:
@@ -176,3 +180,27 @@ def test_what_no_run_recorded_cannot_be_called_alike(base: Any, tmp_path: Path) 
     (bare / "card.json").unlink()
     with pytest.raises(UnlikeRunsError, match=r"base.weights: not recorded \(a; b\)"):
         moekit.compare({"a": bare, "b": bare}, warmup=0)
+
+
+def test_a_verifier_of_ones_own_is_known_by_its_code(kit, tmp_path: Path, monkeypatch) -> None:
+    """Edited under the same name it gives other rewards: losses are then of different things. The kit's has no file."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    how = {"model": str(kit.model), "data": str(kit.data), "steps": 1, "prompts": 2, "group": 2, "max_prompt": 32,
+           "max_new_tokens": 4, "length": 48, "export": False, "save_every": None}  # fmt: skip
+
+    def rewarded(out: str, verifier: str, code: str) -> Any:
+        (tmp_path / "judge_of_length.py").write_text(code)
+        sys.modules.pop("judge_of_length", None)
+        grpo.train(GRPOConfig(**how, verifier=verifier, out=str(tmp_path / out)))
+        return open_run(tmp_path / out)
+
+    codes = [f"def judge(item, answer):\n    return len(answer) % {n} / {n}\n" for n in (3, 4)]
+    a, b, c = (rewarded(name, "judge_of_length:judge", codes[n]) for name, n in (("a", 0), ("b", 1), ("c", 0)))
+    ours = rewarded("ours", "task", codes[0])
+    assert differences({"a": a, "c": c}) == {}
+    assert differences({"a": a, "b": b}) == {
+        "batch.verifier": {n: hashlib.sha256(codes[i].encode()).hexdigest() for n, i in (("a", 0), ("b", 1))}
+    }
+    assert differences({"a": a, "ours": ours}) == {"verifier": {"a": "judge_of_length:judge", "ours": "task"}}
+    told = moekit.compare({"a": a, "b": b}, varying=("batch.verifier",), warmup=0)
+    assert any("different quantities here, not to be compared (batch.verifier)" in line for line in told.remarks)
