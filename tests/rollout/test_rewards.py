@@ -42,9 +42,18 @@ def gone(pids: list[int], patience: float = 8.0) -> bool:
     return not any(map(alive, pids))
 
 
+OTHERS = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _others():
+    """What other tests of this session have started and keep."""
+    OTHERS.update(psutil.Process().children(recursive=True))
+
+
 def below() -> list[psutil.Process]:
-    """Our children that are not zombies, and zombies: a pool leaves neither."""
-    return psutil.Process().children(recursive=True)
+    """Our children since this file's first test, zombies too: a pool leaves neither."""
+    return [p for p in psutil.Process().children(recursive=True) if p not in OTHERS]
 
 
 def behave(item: float, answer: str) -> object:
@@ -134,19 +143,22 @@ def test_what_a_stuck_verifier_has_started_is_killed_with_it(tmp_path: Path):
     assert reward.parts["v"].verdict == "timeout" and gone([int((tmp_path / "pid").read_text())])
 
 
-def test_workers_run_side_by_side_survive_between_steps_and_hold_no_torch():
-    def told(item: object, answer: str) -> float:
-        time.sleep(0.3)
+def test_workers_run_side_by_side_survive_between_steps_and_hold_no_torch(tmp_path: Path):
+    def told(item: str, answer: str) -> float:
+        """Ends when three have begun: one after the other, the first would wait for its limit."""
+        Path(item, str(os.getpid())).touch()
+        while len(os.listdir(item)) < 3:
+            time.sleep(0.01)
         assert "torch" not in sys.modules and not os.environ["CUDA_VISIBLE_DEVICES"]
         return float(os.getpid())
 
     before = {p.pid for p in below()}
+    for step in ("a", "b"):
+        (tmp_path / step).mkdir()
     pool = RewardPool([Verifier("pid", told)], workers=3)
     try:
-        start = time.perf_counter()
-        first = {r.reward for r in pool.score([0] * 3, [""] * 3)}
-        assert time.perf_counter() - start < 0.85 and len(first) == 3  # one after the other takes 0.9
-        assert {r.reward for r in pool.score([0] * 3, [""] * 3)} == first
+        first, second = ({r.reward for r in pool.score([str(tmp_path / s)] * 3, [""] * 3)} for s in ("a", "b"))
+        assert first == second and len(first) == 3 and first.isdisjoint({0.0, float(os.getpid())})
     finally:
         pool.close()
     assert {p.pid for p in below()} <= before, "zombies count, too"

@@ -166,10 +166,9 @@ def test_a_sender_is_killed(mode, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     serves_and_recovers(engine, mode)
     engine = telling_engine()
-    pid = forked(lambda: FileDrop(tmp_path, "u").send(dying(new)))
+    os.waitpid(forked(lambda: FileDrop(tmp_path, "u").send(dying(new))), 0)  # it is dead, however slowly it started
     with pytest.raises(TransferError, match="nothing was written in .* for 0.4 s; is the other side up"):
         load(engine, 2, mode, FileDrop(tmp_path, "u", timeout=0.4))
-    os.waitpid(pid, 0)
     serves_and_recovers(engine, mode)
     assert not list(tmp_path.iterdir())
 

@@ -44,7 +44,7 @@ class Replay:
 
     def __init__(self, port: int = 0) -> None:
         self.left = [dict(e) for e in TRAFFIC]
-        self.ends, self.lines = None, set()  # answers after which it is gone, and its lines
+        self.ends, self.lines, self.closed = None, set(), threading.Event()  # answers after which it is gone, its lines
         self.seen: list[tuple[str, dict | None]] = []
         self.wrong: dict[str, tuple[int, str]] = {}  # what a path says instead
         outer = self
@@ -82,7 +82,7 @@ class Replay:
         if path in self.wrong:
             status, text = self.wrong[path]
             if status == 0:
-                time.sleep(1.0)
+                self.closed.wait(20)  # says nothing
             return status or 200, text
         same = [e for e in self.left if (e["method"], e["path"], e["body"]) == (method, path, body)]
         if not same:
@@ -93,9 +93,10 @@ class Replay:
         return same[0]["status"], text if isinstance(text, str) else json.dumps(text)
 
     def close(self) -> None:
+        self.closed.set()
         self.server.shutdown()
         self.server.server_close()
-        for line in self.lines:
+        for line in tuple(self.lines):  # another may just be added
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
 
@@ -155,7 +156,7 @@ def test_a_failed_update_poisons(replay, path):
 )  # fmt: skip
 def test_refusals_name_the_server_and_the_remedy(replay, status, says):
     replay.wrong["/inference/v1/generate"] = (status, json.dumps(DEAD))
-    link = HTTPLink(replay.url, connections=1, timeout=0.3)
+    link = HTTPLink(replay.url, connections=1, timeout=20.0 if status else 1.0)
     with VLLMEngine(link, SHAPE) as engine, pytest.raises(EngineError, match=f"{replay.url} (answered|did).*{says}"):
         engine.generate(PROMPTS, HOW)
 

@@ -77,7 +77,7 @@ class Fake:
         """Nobody listens, and all lines are cut."""
         self.server.shutdown()
         self.server.server_close()
-        for line in self.lines:
+        for line in tuple(self.lines):  # another may just be added
             try:
                 line.shutdown(socket.SHUT_RDWR)
             except OSError:
