@@ -7,7 +7,6 @@ import functools
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from forked import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -299,17 +299,9 @@ def results(size: int) -> list[dict]:
     return found
 
 
-def start(folder: Path, size: int, what: str = "cases", timeout: float = 120) -> tuple[list[int], list]:
+def start(folder: Path, size: int, what: str = "cases", timeout: float = 120) -> tuple[list[int | None], list]:
     """Run `main` in `size` processes; their exit codes, and the results of those that left one."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(r), str(size), folder, what], env=env) for r in range(size)
-    ]
-    try:
-        codes = [p.wait(timeout=timeout) for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
+    codes = run_ranks(__file__, [(r, size, folder, what) for r in range(size)], timeout)
     found = [Path(folder, f"rank_{r}.pkl") for r in range(size)]
     return codes, [pickle.loads(p.read_bytes()) if p.exists() else None for p in found]
 

@@ -2,14 +2,13 @@
 
 import functools
 import importlib.util
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit.learner.mesh import World
 
@@ -56,13 +55,7 @@ def world(size: int) -> list[dict]:
     if size == 1:
         return [{n: c.run(World()) for n, c in CASES.items() if c.world == 1}]
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, HERE, str(r), str(size), folder], env=env) for r in range(size)]
-        try:
-            assert [p.wait(timeout=400) for p in ranks] == [0] * size
-        finally:
-            for p in ranks:
-                p.kill()
+        assert run_ranks(HERE, [(r, size, folder) for r in range(size)], timeout=400) == [0] * size
         return [pickle.loads(Path(folder, f"rank_{r}.pkl").read_bytes()) for r in range(size)]
 
 

@@ -2,15 +2,13 @@
 
 import functools
 import importlib.util
-import os
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit.config import LearnerConfig
 from moekit.errors import ConfigError
@@ -35,9 +33,7 @@ def worlds(tmp_path_factory):
     out = {}
     for size in pipelines.CASES:
         folder = tmp_path_factory.mktemp(f"pipeline{size}")
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, HERE, str(r), str(size), folder], env=env) for r in range(size)]
-        assert [p.wait(timeout=240) for p in ranks] == [0] * size
+        assert run_ranks(HERE, [(r, size, folder) for r in range(size)], timeout=240) == [0] * size
         out[size] = [pickle.loads((folder / f"rank_{r}.pkl").read_bytes()) for r in range(size)]
     return out
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 from torch import Tensor
 
 from moekit.cli import main
@@ -205,13 +203,7 @@ def test_peak_of_gradients_reduced_after_every_microbatch(world, largest, monkey
 def four(tmp_path_factory) -> list[dict]:
     """What `planning.py` counted and predicted on every rank."""
     folder = tmp_path_factory.mktemp("planning")
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, HERE, str(r), "4", folder], env=env) for r in range(4)]
-    try:
-        assert [p.wait(timeout=300) for p in ranks] == [0] * 4
-    finally:
-        for p in ranks:
-            p.kill()
+    assert run_ranks(HERE, [(r, 4, folder) for r in range(4)], timeout=300) == [0] * 4
     return [pickle.loads((folder / f"rank_{r}.pkl").read_bytes()) for r in range(4)]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit import ops
 from moekit.config import LearnerConfig, ModelConfig
@@ -203,8 +203,7 @@ def test_expert_parallel_ranks_quantise_their_own_experts(tmp_path):
     """ep=2 on two processes: both dispatchers and a redone step have the same bits, and the single process's numbers
     up to rounding that another order of additions flips."""
     module = Path(__file__).parent / "precisions.py"
-    ranks = [subprocess.Popen([sys.executable, str(module), str(r), "2", str(tmp_path)]) for r in range(2)]
-    assert [p.wait(timeout=120) for p in ranks] == [0, 0]
+    assert run_ranks(module, [(r, 2, tmp_path) for r in range(2)], timeout=120) == [0, 0]
     first, second = (pickle.loads((tmp_path / f"rank_{r}.pkl").read_bytes()) for r in range(2))
     sys.path.insert(0, str(module.parent))
     alone = importlib.import_module("precisions").run(World())

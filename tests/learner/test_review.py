@@ -7,7 +7,6 @@ import functools
 import os
 import pickle
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from forked import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moekit.checkpoint.intervals import Piece
@@ -222,13 +222,7 @@ CASES = [
 @functools.cache
 def results() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, __file__, str(r), "2", folder], env=env) for r in range(2)]
-        try:
-            assert [p.wait(timeout=200) for p in ranks] == [0, 0]
-        finally:
-            for p in ranks:
-                p.kill()
+        assert run_ranks(__file__, [(r, 2, folder) for r in range(2)], timeout=200) == [0, 0]
         return [pickle.loads(Path(folder, f"rank_{r}.pkl").read_bytes()) for r in range(2)]
 
 

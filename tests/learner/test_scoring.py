@@ -3,15 +3,14 @@
 import functools
 import importlib.util
 import math
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit.learner.mesh import World
 
@@ -33,13 +32,7 @@ def world(size: int) -> list[dict]:
     if size == 1:
         return [{n: c.run(World()) for n, c in CASES.items() if c.world == 1}]
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen([sys.executable, HERE, str(r), str(size), folder], env=env) for r in range(size)]
-        try:
-            assert [p.wait(timeout=280) for p in ranks] == [0] * size
-        finally:
-            for p in ranks:
-                p.kill()
+        assert run_ranks(HERE, [(r, size, folder) for r in range(size)], timeout=280) == [0] * size
         return [pickle.loads(Path(folder, f"rank_{r}.pkl").read_bytes()) for r in range(size)]
 
 

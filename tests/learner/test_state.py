@@ -1,14 +1,12 @@
 """State at many layouts: save at each, resume at each other, bitwise; and gradients put in by hand (`states.py`)."""
 
 import importlib.util
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_ranks
 
 HERE = Path(__file__).parent / "states.py"
 spec = importlib.util.spec_from_file_location("states", HERE)
@@ -21,16 +19,10 @@ LAYOUTS = {states.name(layout): layout for layout in states.MATRIX}
 def ran(tmp_path_factory) -> dict:
     """(phase, world size, rank) -> results: all layouts save, then all resume from all."""
     folder, out = tmp_path_factory.mktemp("states"), {}
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
     every = [(size, r) for size in (1, 2, 4) for r in range(size)]  # three worlds side by side
     for phase in ("first", "second"):
-        args = [[sys.executable, HERE, str(r), str(size), folder, phase] for size, r in every]
-        ranks = [subprocess.Popen(a, env=env) for a in args]
-        try:
-            assert [p.wait(timeout=300) for p in ranks] == [0] * len(every), (phase, every)
-        finally:
-            for p in ranks:
-                p.kill()
+        codes = run_ranks(HERE, [(r, size, folder, phase) for size, r in every], timeout=300)
+        assert codes == [0] * len(every), (phase, every)
         for size, r in every:
             out[phase, size, r] = pickle.loads((folder / f"{phase}_{size}_{r}.pkl").read_bytes())
     return out

@@ -3,9 +3,7 @@ of its own: weights, values and gradient of one process. A value head is cheap, 
 
 import importlib.util
 import json
-import os
 import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit.config import LearnerConfig, ModelConfig
 from moekit.errors import ConfigError
@@ -53,13 +52,7 @@ def found(tmp_path_factory):
         json.dumps({"model": str(folder / "model"), "critics": dict(zip(SOURCES, sources))})
     )
     critics.main(0, 1, str(folder))
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, HERE, str(r), "2", str(folder)], env=env) for r in range(2)]
-    try:
-        assert [p.wait(timeout=200) for p in ranks] == [0, 0]
-    finally:
-        for p in ranks:
-            p.kill()
+    assert run_ranks(HERE, [(r, 2, folder) for r in range(2)], timeout=200) == [0, 0]
     return [pickle.loads((folder / n).read_bytes()) for n in ("rank_0_of_2.pkl", "rank_1_of_2.pkl", "rank_0_of_1.pkl")]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit.config import LearnerConfig, RouterLossConfig
 from moekit.data.preference import Pair
@@ -198,12 +199,7 @@ def test_the_learner_scores_before_its_first_step(tmp_path):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [subprocess.Popen([sys.executable, HERE, str(r), "2", folder], env=ENV) for r in range(2)]
-    try:
-        assert [p.wait(timeout=200) for p in processes] == [0, 0]
-    finally:
-        for p in processes:
-            p.kill()
+    assert run_ranks(HERE, [(r, 2, folder) for r in range(2)], timeout=200) == [0, 0]
     return [pickle.loads((folder / f"rank_{r}.pkl").read_bytes()) for r in range(2)]
 
 

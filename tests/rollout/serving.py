@@ -5,7 +5,6 @@ Imported by spawned processes, so it is a module beside the tests and not a test
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import run_ranks
 
 from moekit.config import LearnerConfig, ModelConfig
 from moekit.data.batch import Batch
@@ -128,10 +128,7 @@ def main(rank: int, size: int, folder: Path, names: list[str]) -> None:
 def run(size: int, names: list[str]) -> list[dict[str, Any]]:
     """What every rank found."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__]
-        ranks = [subprocess.Popen([*command, str(r), str(size), folder, *names], env=os.environ) for r in range(size)]
-        codes = [p.wait(timeout=100) for p in ranks]
-        assert codes == [0] * size
+        assert run_ranks(__file__, [(r, size, folder, *names) for r in range(size)], timeout=100) == [0] * size
         return [pickle.loads((Path(folder) / f"{r}.pickle").read_bytes()) for r in range(size)]
 
 

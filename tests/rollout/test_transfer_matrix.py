@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from forked import run_ranks
 
 HERE = Path(__file__).parent / "transfers.py"
 sys.path.append(str(HERE.parent))
@@ -27,19 +28,12 @@ def matrix(world: int, names: tuple[str, ...], threads: bool) -> tempfile.Tempor
     kept = tempfile.TemporaryDirectory(prefix="moekit-")  # gone with the last reference, the cache's
     folder = Path(kept.name)
     roles = [("learn", r) for r in range(world)] + [("serve", t) for t in range(0 if threads else 3)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = lambda role, rank: [sys.executable, HERE, role, str(rank), str(world), folder, *names]
-    all_of = [subprocess.Popen(command(*r), env=env) for r in roles]
     servers = [threading.Thread(target=transfers.main, args=("serve", t, 1, folder, names)) for t in range(3)]
-    try:
-        for server in servers if threads else ():
-            server.start()
-        for server in servers if threads else ():
-            server.join(60)
-        assert [p.wait(timeout=150) for p in all_of] == [0] * len(roles)
-    finally:
-        for p in all_of:
-            p.kill()
+    for server in servers if threads else ():
+        server.start()
+    assert run_ranks(HERE, [(*role, world, folder, *names) for role in roles], timeout=150) == [0] * len(roles)
+    for server in servers if threads else ():
+        server.join(60)
     return kept
 
 
