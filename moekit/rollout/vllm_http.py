@@ -127,8 +127,9 @@ class HTTPLink:
 
 
 class LocalLink:
-    """A `vllm.LLM` of this process, made with `weight_transfer_config={"backend": "moekit_files"}`,
-    `logprobs_mode="processed_logprobs"` and `skip_tokenizer_init=True`; it generates for one thread at a time."""
+    """A `vllm.LLM` of this process; it generates for one thread at a time. Make it with `weight_transfer_config={
+    "backend": "moekit_files"}`, `logprobs_mode="processed_logprobs"`, `skip_tokenizer_init=True` and
+    `enable_chunked_prefill=False`."""
 
     def __init__(self, llm: Any):
         self.llm, self.lock, self.url = llm, threading.Lock(), "of this process"
@@ -293,6 +294,7 @@ def start_server(
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(Path(model).resolve()),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--enforce-eager",
         "--max-model-len", str(max_length),
+        "--no-enable-chunked-prefill",  # on a CPU vLLM 0.32 ends when it splits the prompt of a request with a seed
         "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-scale-out", "--skip-tokenizer-init",
         "--generation-config", "vllm", "--weight-transfer-config", json.dumps({"backend": BACKEND}), *flags,
     ]  # fmt: skip

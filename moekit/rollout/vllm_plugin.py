@@ -15,6 +15,11 @@ from dataclasses import dataclass
 BACKEND = "moekit_files"
 TORN = "an update of the weights was not finished"  # what `ask` is answered with
 
+SPLITS = (
+    "vLLM on a CPU ends when it splits the prompt of a request that has a seed, as all of ours: start the server with "
+    "--no-enable-chunked-prefill, or make the LLM with enable_chunked_prefill=False"
+)
+
 
 def inside(root: str, file: str) -> str:
     """The real path of `file` below `root`.
@@ -78,6 +83,8 @@ def _backend() -> type:
         root, torn = "", False
 
         def init_transfer_engine(self, init_info: Root) -> None:
+            if self.device.type == "cpu" and self.vllm_config.scheduler_config.enable_chunked_prefill:
+                raise ValueError(SPLITS)
             if init_info.ask:
                 if self.torn:
                     raise ValueError(TORN)

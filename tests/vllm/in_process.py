@@ -33,10 +33,17 @@ def main(folder: str) -> None:
     llm = LLM(
         folder, dtype="float32", enforce_eager=True, max_model_len=512, seed=0, logprobs_mode="processed_logprobs",
         max_logprobs=-1, distributed_executor_backend="uni", skip_tokenizer_init=True, generation_config="vllm",
-        weight_transfer_config={"backend": "moekit_files"},
+        weight_transfer_config={"backend": "moekit_files"}, enable_chunked_prefill=False,
     )  # fmt: skip
     engine, sampling = VLLMEngine(LocalLink(llm), SHAPE), Sampling(n=2, max_new_tokens=8, temperature=0.7)
     told = {"gaps": [], "others": [], "versions": [], "probe": [], "routes": engine.capabilities.routes}
+    scheduler = llm.llm_engine.vllm_config.scheduler_config
+    scheduler.enable_chunked_prefill = True
+    try:
+        engine.update_weights(B, 1)
+    except EngineError as error:
+        told["splits"] = str(error)
+    scheduler.enable_chunked_prefill = False
     for version, model, other in ((1, B, A), (2, A, B)):
         engine.update_weights(model, version)
         found = engine.generate([[5, 6, 7], [9] * 200], sampling)
