@@ -1,6 +1,6 @@
 """Runs of recipes that are killed with SIGKILL at one point of the loop, and resumed; beside one that was not.
 
-    python killing.py FOLDER        FOLDER/config.json: {kind: [config, points]}
+    python killing.py FOLDER KIND        FOLDER/config.json: {kind: [config, points]}
 
 A script of its own, because it forks and the test process has threads. Prints how each process ended, as JSON.
 """
@@ -124,22 +124,19 @@ def forked(config, train, how) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
-    told, configs = {}, json.loads((folder / "config.json").read_text())
-    for kind, (cls, train) in KINDS.items():
-        if kind not in configs:
-            continue
-        config = cls.from_dict(configs[kind][0])
-        load_tokenizer(config.model)  # what takes a child seconds is done here
-        told[f"{kind} unbroken"] = forked(replace(config, out=str(folder / f"{kind} unbroken")), train, None)
-        for point in configs[kind][1]:
-            mine = replace(config, out=str(folder / f"{kind} {point}"))
-            killed = forked(mine, train, POINTS[point])
-            there = sorted(p.name for p in Path(mine.out, "checkpoints").glob("step_*"))
-            told[f"{kind} {point}"] = [killed, there, forked(replace(mine, resume=True), train, None)]
+    (cls, train), (settings, points) = KINDS[kind], json.loads((folder / "config.json").read_text())[kind]
+    config = cls.from_dict(settings)
+    load_tokenizer(config.model)  # what takes a child seconds is done here
+    told: dict = {f"{kind} unbroken": forked(replace(config, out=str(folder / f"{kind} unbroken")), train, None)}
+    for point in points:
+        mine = replace(config, out=str(folder / f"{kind} {point}"))
+        killed = forked(mine, train, POINTS[point])
+        there = sorted(p.name for p in Path(mine.out, "checkpoints").glob("step_*"))
+        told[f"{kind} {point}"] = [killed, there, forked(replace(mine, resume=True), train, None)]
     print(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

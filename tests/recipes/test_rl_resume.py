@@ -104,7 +104,8 @@ def same_run(a: Path, b: Path) -> None:
 
 @pytest.fixture(scope="module")
 def killed(kit, tmp_path_factory):
-    """`killed(group)`: the folder, and how the runs of some points ended. One start of a process, which forks them."""
+    """`killed(group)`: the folder, and how the runs of some points ended. A process for each kind forks them, one after
+    the other; kinds run side by side."""
 
     @functools.cache
     def run(group: str):
@@ -121,10 +122,15 @@ def killed(kit, tmp_path_factory):
         (folder / "config.json").write_text(json.dumps(both))
         env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                             "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
-        how: dict = {"env": env, "capture_output": True, "text": True, "timeout": 280}
-        told = subprocess.run([sys.executable, HERE, folder], check=False, **how)
-        assert told.returncode == 0, told.stderr
-        return folder, json.loads(told.stdout.splitlines()[-1])
+        how: dict = {"env": env, "stdout": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen([sys.executable, HERE, folder, kind], **how) for kind in both]
+        try:
+            said = [process.communicate(timeout=280)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        assert [process.returncode for process in started] == [0] * len(both), said
+        return folder, {name: end for text in said for name, end in json.loads(text.splitlines()[-1]).items()}
 
     return run
 
