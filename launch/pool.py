@@ -235,8 +235,7 @@ class Pool:
                 if interrupted or not self.pids:
                     break
                 interrupted, end = pending, time.monotonic() + _GRACE_S
-                for rank in interrupted:
-                    os.kill(self.pids[rank], signal.SIGINT)
+                self._signal(interrupted, signal.SIGINT)
                 told = told or TimeoutError(f"the call took longer than {limit} s")
             except KeyboardInterrupt as error:
                 told, end = error, 0.0
@@ -265,10 +264,21 @@ class Pool:
         if idle and (still := [rank for rank, part in self._stuck.items() if not part.done()]):
             raise JobError(self._where(still), still[0])
 
-    def _where(self, ranks: list[int]) -> str:
+    def _signal(self, ranks: list[int], number: int) -> None:
         for rank in ranks:
-            os.kill(self.pids[rank], signal.SIGUSR1)  # has it write its stack
-        time.sleep(0.3)
+            with suppress(ProcessLookupError):  # it died, and the guard has not said so yet
+                os.kill(self.pids[rank], number)
+
+    def _where(self, ranks: list[int]) -> str:
+        """Raises JobError: one of them has died, which is why it says nothing."""
+        sizes = lambda: [(self.folder / "ranks" / f"rank_{rank}.stack").stat().st_size for rank in ranks]
+        before = now = sizes()
+        self._signal(ranks, signal.SIGUSR1)  # has them write their stacks
+        end, last = time.monotonic() + _GRACE_S, []
+        while time.monotonic() < end and not (now == last and all(new > old for new, old in zip(now, before))):
+            time.sleep(0.1)
+            self._check_alive()
+            last, now = now, sizes()
         at = "".join(f"\n  rank {rank} is at {place(self.folder, rank)}" for rank in ranks)
         return f"{_ranks(ranks)} did not answer to an interrupt, as in a collective that not all join; {_ANEW}{at}"
 

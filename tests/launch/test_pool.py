@@ -267,7 +267,9 @@ def test_nothing_of_a_pool_is_in_the_users_folders(pool: pools.Pool) -> None:
 # A pool that ends
 
 
-def test_a_rank_in_a_collective_is_named_and_so_is_one_that_was_killed(pool: pools.Pool) -> None:
+def test_a_rank_in_a_collective_is_named_and_so_is_one_that_was_killed(
+    pool: pools.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lonely() -> None:
         if moekit.here().rank == 1:
             raise ValueError("not joining")
@@ -286,8 +288,17 @@ def test_a_rank_in_a_collective_is_named_and_so_is_one_that_was_killed(pool: poo
     with pytest.raises(JobError, match="rank 0 did not answer"):
         pool(lambda: 1)
     assert time.monotonic() - begin < 2
-    os.kill(pool.pids[0], signal.SIGKILL)
-    time.sleep(0.5)
+    kill, dead = os.kill, pool.pids[0]
+    kill(pool._guard.pid, signal.SIGSTOP)  # it is late to say how a rank ended
+    kill(dead, signal.SIGKILL)
+
+    def reaped(pid: int, number: int) -> None:
+        if pid == dead:
+            raise ProcessLookupError
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", reaped)
+    threading.Timer(0.5, kill, (pool._guard.pid, signal.SIGCONT)).start()
     with pytest.raises(JobError, match=r"the pool lost rank 0: it was killed by signal 9 \(SIGKILL\).*restart") as lost:
         pool(lambda: 1)
     assert lost.value.rank == 0
