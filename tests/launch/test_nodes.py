@@ -56,7 +56,8 @@ def work(what: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    return next(port for port in range(21_000 + os.getpid() % 20_000, 60_000) if port_is_free(port))
+    """Below those that the system gives to connections (32768 and up), so that none takes it meanwhile."""
+    return next(port for port in range(21_000 + os.getpid() % 10_000, 32_768) if port_is_free(port))
 
 
 class Nodes:

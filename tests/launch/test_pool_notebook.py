@@ -116,7 +116,8 @@ def test_bc_120_a_notebook_and_its_killed_kernel(
     try:
         assert run("start")[:2] == ("[0, 10] False\n", "")  # the notebook's process has no torch
         shown, error, _ = run("px")
-        assert "[rank 0] on 0\n[rank 1] on 1\n" in shown and shown.count("[3.0, 3.0]") == 2 and not error
+        assert {"[rank 0] on 0", "[rank 1] on 1"} <= set(shown.splitlines())  # who prints first is shown first
+        assert shown.count("[3.0, 3.0]") == 2 and not error
         assert run("edit")[:2] == ("[6.0, 7.0]", "")
         for cell, line in (("error", "1 / 0  # of rank 1"), ("call", 'raise ValueError("in a call")  # line of bad')):
             shown, error, seconds = run(cell)
@@ -130,7 +131,8 @@ def test_bc_120_a_notebook_and_its_killed_kernel(
         assert 'int("of rank 1 again")' in error and "rank 0 did not answer" in error and seconds < 10
         assert "rank 0 did not answer" in run("after")[1]
         assert run("restart")[1] == ""
-        assert run("two")[:2] == ("[rank 0] 2\n[rank 1] 2\n", "")
+        shown, error, _ = run("two")
+        assert sorted(shown.splitlines()) == ["[rank 0] 2", "[rank 1] 2"] and not error
         assert "NameError" in run("names")[1]
         client.execute(CELLS["busy"])
         jobs = [moekit.attach(tmp_path / "runs" / name) for name in ("attached", "detached")]
