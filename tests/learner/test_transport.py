@@ -61,7 +61,7 @@ def test_padding_is_counted(size):
 def test_waiting_sleeps(size):
     """Rank 0 comes 0.7 s late: the others wait that long, and use a fraction of it as processor time."""
     for wall, busy in [r["timing"] for r in d.results(size)][1:]:
-        assert wall > 0.5 and busy < 0.2
+        assert wall >= 0.7 and busy < 0.2
     assert not d.results(size)[0]["files"]  # no file of a segment in use has a name
 
 
