@@ -42,7 +42,7 @@ def save_for_ever(rank, folder, attempt, first):
             token = f"{attempt}-{step}-{again}"
             try:
                 save_state(folder / f"step_{step}", entries, {"updates": step}, world=Ranks(rank), token=token,
-                           overwrite=True, asynchronous=step % 2 == 0, patience=0.5).wait()  # fmt: skip
+                           overwrite=True, asynchronous=step % 2 == 0, patience=1.5).wait()  # fmt: skip
             except CheckpointError as e:  # the other one was killed: it must be that, and nothing else
                 os._exit(0 if f"no sign of rank {1 - rank}" in str(e) else 3)
             except BaseException as e:  # noqa: BLE001 (a forked child must not run on in main)
