@@ -199,14 +199,14 @@ class RewardPool:
         if len(items) != len(answers) or (self.models and len(sequences or ()) != len(answers)):
             got = f"{len(items)} items, {len(answers)} answers, {len(sequences or ())} sequences"
             raise DataError(f"each answer needs an item, and for reward models a sequence; got {got}")
-        if self._crew.closed or os.getpid() != self._crew.pid:
-            raise BackendError("this reward pool is closed, or was forked from another process; make one here")
+        self._crew.need_open()
         data = [
             [_pack(pickle.dumps, (which, i, a), f"item {i!r:.80}", DataError) for i, a in zip(items, answers)]
             for which in range(len(self.verifiers))
         ]
         futures = [[self._crew.send(d, v.seconds) for d in column] for v, column in zip(self.verifiers, data)]
         try:
+            self._crew.need_open()  # still: nobody would take what was sent to one that another thread closed meanwhile
             models = {m.name: m.judge(sequences or ()) for m in self.models}
             columns = {v.name: [f.result() for f in column] for v, column in zip(self.verifiers, futures)} | models
         except BaseException:  # an interrupt, too: what still waits is nobody's any more
@@ -236,6 +236,11 @@ class _Crew:
     workers: weakref.WeakSet[_Worker] = field(default_factory=weakref.WeakSet)
     pid: int = field(default_factory=os.getpid)
     closed: bool = False
+
+    def need_open(self) -> None:
+        """Raises BackendError: it is not."""
+        if self.closed or os.getpid() != self.pid:
+            raise BackendError("this reward pool is closed, or was forked from another process; make one here")
 
     def send(self, data: bytes, seconds: float) -> Future[Score]:
         """Queue a job for the first worker that is free."""

@@ -289,6 +289,21 @@ def test_dropping_a_pool_or_closing_it_under_a_score_ends_its_workers():
     assert workers and gone(workers)
 
 
+@pytest.mark.timeout(30)
+def test_a_pool_that_is_closed_just_before_an_answer_is_sent_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    """By another thread, after the pool was seen to be open: nobody would ever take that answer."""
+    pool = RewardPool([Verifier("v", behave)], workers=1)
+    send = pool._crew.send
+
+    def late(*job):
+        pool.close()
+        return send(*job)
+
+    monkeypatch.setattr(pool._crew, "send", late)
+    with pytest.raises(BackendError, match="closed"):
+        pool.score([1.0], ["good"])
+
+
 def test_an_interrupt_leaves_nothing_for_the_next_step():
     def slow(item: float, answer: str) -> float:
         time.sleep(0.2)
