@@ -43,8 +43,10 @@ def test_rewards_teach_and_shuffled_rewards_do_not(folder, name):
     *learnt, control = gains(found)
     assert min(learnt) >= 0.15, learnt
     share, items = found[-1]["before"]["eval/exact"], found[-1]["before"]["eval/items"]
-    noise = 2 * math.sqrt(2 * share * (1 - share) / items)  # two standard errors of a difference of two such shares
-    assert abs(control) < noise, (control, noise)
+    # three standard errors of a difference of two such shares (another processor draws other answers), which is less
+    # than what is asked of those that learn
+    noise = 3 * math.sqrt(2 * share * (1 - share) / items)
+    assert abs(control) < noise < 0.15, (control, noise)
 
 
 def test_right_answers_are_preferred_to_those_to_other_questions(folder):
