@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
+from forked import run_ranks
 
 from moekit.data.batch import CLASSES, Batch
 from moekit.errors import ConfigError, NumericsError
@@ -320,6 +317,5 @@ dist.destroy_process_group()
 
 
 def test_all_reduce_over_two_processes(tmp_path):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, "-c", WORKER, str(r), str(tmp_path)], env=env) for r in range(2)]
-    assert [p.wait(timeout=120) for p in ranks] == [0, 0]
+    (tmp_path / "worker.py").write_text(WORKER)
+    assert run_ranks(tmp_path / "worker.py", [(r, tmp_path) for r in range(2)], timeout=120) == [0, 0]
