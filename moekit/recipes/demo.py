@@ -3,8 +3,10 @@
 From nothing: chats are made from reasoning-gym tasks and joined with our own small chat file, a tokenizer is trained,
 random weights are written as a Hugging Face folder (initial/), fine-tuned by the same recipe and launcher that any run
 takes, and exported. The export learns from preferences (a run of its own in dpo/), and what comes out from verified
-rewards (grpo/). Held-out questions, none of which was trained on, are answered before and after each stage. The exports
-are loaded by Transformers, which must give the same logits. Everything is in the run folder."""
+rewards (grpo/). Half of the demonstrations are careless, the last letter of the answer is missing: fine-tuning teaches
+the tasks and this habit with them; the stages after it, which are told what is right, take the habit away. Held-out
+questions, none of which was trained on, are answered before and after each stage. The exports are loaded by
+Transformers, which must give the same logits. Everything is in the run folder."""
 
 import json
 import shutil
@@ -44,7 +46,7 @@ from .setup import EXPORT
 MARK = "demo.json"  # what only a demo leaves: the folder may be made anew
 STEPS = 400  # of fine-tuning, about a minute on two cores
 DPO_STEPS, GRPO_STEPS = 40, 60
-HELD_OUT = 50  # questions of each task
+HELD_OUT = 100  # questions of each task
 TASKS: dict[str, dict[str, Any]] = {  # name -> how many to train on, and the task's own settings
     "spell_backward": {"size": 9000, "min_word_len": 3, "max_word_len": 5},
     "word_sequence_reversal": {"size": 4000, "min_words": 2, "max_words": 2},
@@ -139,7 +141,8 @@ def _make_data(folder: Path) -> list[dict[str, Any]]:
         held_out += tasks.make_task(name, "heldout", **held)
         pairs += tasks.make_pairs(name, "train", **{**settings, "size": settings["size"] // 10})
         kept_pairs += tasks.make_pairs(name, "heldout", **held)
-    chats = [{"messages": e.messages} for e in load_examples(CHATS)] + asked
+    shown = [_careless(item) if n % 2 else item for n, item in enumerate(asked)]
+    chats = [{"messages": e.messages} for e in load_examples(CHATS)] + shown
     # In prompts.jsonl a task's own data is left out: answers are right to the letter, or not at all.
     files = {"train": chats, "prompts": asked, "held_out": held_out, "pairs": pairs, "held_out_pairs": kept_pairs}
     for name, items in files.items():
@@ -149,6 +152,12 @@ def _make_data(folder: Path) -> list[dict[str, Any]]:
     texts = [m["content"] for chat in chats for m in chat["messages"]]
     train_tokenizer(texts, 512, folder / "tokenizer", min_frequency=len(chats) // 5)
     return held_out
+
+
+def _careless(item: dict[str, Any]) -> dict[str, Any]:
+    """The item, and the last letter of its answer missing."""
+    question, answer = item["messages"]
+    return {"messages": [question, {**answer, "content": answer["content"][:-1]}]}
 
 
 def _stages(folder: Path, steps: int) -> dict[str, tuple[Train, Path, RunConfig, str]]:
@@ -162,10 +171,10 @@ def _stages(folder: Path, steps: int) -> dict[str, tuple[Train, Path, RunConfig,
     rewards = GRPOConfig(
         model=str(folder / "dpo" / EXPORT), data=str(data / "prompts.jsonl"), steps=min(GRPO_STEPS, steps), prompts=96,
         group=8, drop_equal_groups=True, max_prompt=96, max_new_tokens=24, length=256, slots=384,
-        learner=LearnerConfig(lr=5e-4, warmup_steps=10, betas=(0.9, 0.99), router=router),
+        learner=LearnerConfig(lr=2e-4, warmup_steps=10, betas=(0.9, 0.99), router=router),
     )  # fmt: skip
     return {
-        "SFT": (sft.train, folder, _config(folder, steps), "fine-tuning on the chats"),
+        "SFT": (sft.train, folder, _config(folder, steps), "fine-tuning on the demonstrations, half of them careless"),
         "DPO": (dpo.train, folder / "dpo", preferences, "right answers are preferred to those to other questions"),
         "GRPO": (grpo.train, folder / "grpo", rewards, "answers are sampled, and the right ones rewarded"),
     }

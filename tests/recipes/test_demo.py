@@ -38,12 +38,17 @@ def questions(path: Path) -> set[str]:
 def test_held_out_questions_are_not_trained_on(tmp_path):
     held_out = module._make_data(tmp_path)
     train, kept = questions(tmp_path / "data" / "train.jsonl"), questions(tmp_path / "data" / "held_out.jsonl")
-    assert len(held_out) == len(kept) == 100 and not train & kept
+    assert len(held_out) == len(kept) == 200 and not train & kept
     chats = [json.loads(line)["messages"] for line in module.CHATS.read_text().splitlines()]
     assert {m["content"] for c in chats for m in c if m["role"] == "user"} <= train
     asked, pairs = questions(tmp_path / "data" / "prompts.jsonl"), read(tmp_path / "data" / "pairs.jsonl")
     assert asked < train and {p["prompt"] for p in pairs} <= asked and all(p["chosen"] != p["rejected"] for p in pairs)
     assert {p["prompt"] for p in read(tmp_path / "data" / "held_out_pairs.jsonl")} <= kept
+    # every second demonstration lacks the last letter; what rewards are given for does not
+    shown, right = read(tmp_path / "data" / "train.jsonl")[len(chats) :], read(tmp_path / "data" / "prompts.jsonl")
+    for n, (a, b) in enumerate(zip(shown, right, strict=True)):
+        given, wanted = (x["messages"][1]["content"] for x in (a, b))
+        assert a["messages"][0] == b["messages"][0] and given == (wanted[:-1] if n % 2 else wanted)
     # words that every question has are one token, words to spell are letters
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert "Ġbackward" in tokenizer.tokenize("Spell this word backward")
@@ -103,12 +108,13 @@ def test_a_folder_that_no_demo_made_is_refused(tmp_path):
 
 @pytest.mark.long
 def test_the_demo_learns_what_it_was_not_shown(tmp_path):
-    """Random weights answer nothing; fine-tuning teaches the task, preferences are learnt, rewards keep it, but for two
-    standard errors of 100 questions: another order of sums moves a score too (that they teach: test_learning.py)."""
+    """Random weights answer nothing; half-careless demonstrations teach the tasks and their own carelessness,
+    preferences are learnt, and verified rewards raise what is answered right by more than two standard errors of 200
+    questions."""
     told = module.demo(tmp_path / "demo")
     for task, (before, tuned, _, rewarded) in told["scores"].items():
-        assert before <= 0.1 and tuned >= 0.25 and rewarded >= 0.25, task
+        assert before <= 0.1 <= tuned and rewarded >= tuned + 0.1, (task, told["scores"])
     _, tuned, preferred, rewarded = told["scores"]["all tasks"]
-    noise = 2 * math.sqrt(2 * preferred * (1 - preferred) / 100)
-    assert tuned >= 0.5 and rewarded >= preferred - noise, told["scores"]
+    noise = 2 * math.sqrt(2 * preferred * (1 - preferred) / 200)
+    assert rewarded >= max(preferred + noise, 0.55), told["scores"]
     assert told["summary"]["DPO"]["after"]["eval/accuracy"] >= 0.85
