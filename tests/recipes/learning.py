@@ -83,7 +83,7 @@ def learner(lr: float) -> LearnerConfig:
 def run_grpo(folder: Path, seed: int) -> dict[str, Any]:
     """Groups whose answers are all right or all wrong are left out: they would cost time and teach nothing."""
     return grpo.train(GRPOConfig(
-        **rl_settings(folder, f"grpo_{seed}", seed, GRPO_STEPS), prompts=96, drop_equal_groups=True,
+        **rl_settings(folder, f"grpo_{seed}", seed, GRPO_STEPS), prompts=64, drop_equal_groups=True,
         learner=learner(LR),
     ))  # fmt: skip
 
@@ -91,7 +91,7 @@ def run_grpo(folder: Path, seed: int) -> dict[str, Any]:
 def run_ppo(folder: Path, seed: int) -> dict[str, Any]:
     """With a critic that is smaller than the policy, and starts from nothing."""
     return ppo.train(PPOConfig(
-        **rl_settings(folder, f"ppo_{seed}", seed, PPO_STEPS), prompts=96, learner=learner(LR),
+        **rl_settings(folder, f"ppo_{seed}", seed, PPO_STEPS), prompts=64, learner=learner(LR),
         critic="tiny", critic_learner=learner(3e-3),
     ))  # fmt: skip
 
@@ -107,7 +107,7 @@ def run_dpo(folder: Path, seed: int) -> dict[str, Any]:
 
 
 KL = 0.2  # holds a policy that learns nothing where it was: steps along noise would ruin it
-GRPO_STEPS, PPO_STEPS, LR = 40, 30, 1.5e-4
+GRPO_STEPS, PPO_STEPS, LR = 30, 24, 2e-4
 DPO_STEPS = 60
 RUNS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "start": start,
