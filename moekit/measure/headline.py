@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 COMPONENTS = ("policy", "reference", "critic", "reward", "engine", "transfer")
 PARTS = ("forward", "recompute", "backward", "train", "score", "prefill", "decode", "verify", "weights",
          "parameters", "gradients", "optimizer", "saved", "cache")  # fmt: skip
-QUANTITIES = {  # column -> its unit in the table, and what one of these is
-    "rows": ("rows", 1.0),
-    "wire_bytes": ("kB sent", 1e-3),
-    "seconds": ("ms", 1e3),
-    "memory_bytes": ("kB held", 1e-3),
+QUANTITIES = {  # column -> its name with a unit that reads well, and what one of these is
+    "rows": ("routed rows", 1.0),
+    "wire_bytes": ("wire, kB", 1e-3),
+    "seconds": ("time, ms", 1e3),
+    "memory_bytes": ("memory, kB", 1e-3),
 }
 SECONDS = {  # metric time/<name>_s -> component and part
     "train": ("policy", "train"), "score": ("policy", "score"), "reference": ("reference", "score"),
@@ -95,8 +95,7 @@ def headline(runs: Mapping[str, Run | str | Path] | Run | str | Path) -> pd.Data
 def in_units(table: pd.DataFrame, by: Iterable[str] = ("run",)) -> pd.DataFrame:
     """The sums of `headline` by run (and component, part), in units that read well: rows, kB, ms."""
     some: Any = table.groupby(level=list(by), sort=False).sum(min_count=1)
-    units = {q: f"{q.split('_')[0]}, {unit}" if unit != "rows" else "rows" for q, (unit, _) in QUANTITIES.items()}
-    return some.mul([factor for _, factor in QUANTITIES.values()]).rename(columns=units)
+    return some.mul([factor for _, factor in QUANTITIES.values()]).rename(columns=lambda q: QUANTITIES[q][0])
 
 
 def _totals(run: Run) -> dict[Key, float]:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..measure.compare import MEANING, PER, RATES, TAIL, Differences, check, facts, side_by_side, under, words
 from ..measure.record import open_run
 from .curves import thin
-from .theme import MUTED, SERIES, SIZE, Figure, bundle, end_labels, figure, names_axis, note, number, tint
+from .theme import MUTED, SERIES, SIZE, WIDE, Figure, bundle, end_labels, figure, names_axis, note, number, tint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,14 +131,14 @@ def _labels(runs: list[Any], varying: list[str]) -> list[str]:
 def _figure(found: Comparison) -> Figure:
     """Bars of the four rates and of the rows that a supervised token takes, and losses over supervised tokens."""
     table, names, colours = found.table, list(found.table.index), SERIES * len(found.table)
-    remarks = [line for remark in found.remarks for line in textwrap.wrap(remark, 150)]
+    remarks = [line for remark in found.remarks for line in textwrap.wrap(remark, 125)]
     remarks = ["<b>Not alike</b>"] * bool(remarks) + remarks[:9] + ["... and more, in the text"] * (len(remarks) > 9)
     bars, below = BAR * len(names), BELOW + LINE * len(remarks)
     inner = bars + (BETWEEN + LOSS) * bool(found.curves)
     meant = f"Meant to differ: {', '.join(found.varying)}. " if found.varying else ""
-    fig = figure("Four rates of the same steps, and the loss after equal supervised tokens",
-                 f"{meant}{found.heads[0]} (bar: median, dark line: quartiles)", width=980, height=TOP + inner + below,
-                 margin={"l": min(24 + 7 * max(map(len, names)), 200), "r": 24, "t": TOP, "b": below}, bargap=0.34,
+    fig = figure("Four rates, and the loss after equal supervised tokens",
+                 f"{meant}Bar: median, dark line: quartiles", width=WIDE, height=TOP + inner + below,
+                 margin={"l": min(24 + 7 * max(map(len, names)), 240), "r": 24, "t": TOP, "b": below}, bargap=0.34,
                  barmode="overlay", hovermode="closest")  # fmt: skip
     width = (1 - GAP * len(RATES)) / (len(RATES) + 1)
     for at, name in enumerate((*RATES, PER)):
@@ -151,10 +151,18 @@ def _figure(found: Comparison) -> Figure:
                             name=f"{name}, quartiles", **axes)  # fmt: skip
             note(fig, number(value), max(value, high), run, axes=(f"x{suffix}", f"y{suffix}"), shift=(6, 0),
                  size=SIZE["tick"])  # fmt: skip
-        note(fig, f"<b>{name.replace(' per ', '<br>a ')}</b>", left, 1, stand="left bottom", shift=(0, 6))
-        x = {"domain": [left, left + width], "range": [0, 1.5 * values.max()], "showticklabels": False}
+        note(
+            fig,
+            f"<b>{name.replace(' per ', '<br>a ').replace('d token', 'd<br>token')}</b>",
+            left,
+            1,
+            stand="left bottom",
+            shift=(0, 6),
+        )
+        x = {"domain": [left, left + width], "range": [0, 1.6 * values.max()], "showticklabels": False}
         y = {**names_axis(names), "anchor": f"x{suffix}", "domain": [1 - bars / inner, 1], "showticklabels": at == 0}
         fig.update_layout({f"xaxis{suffix}": {**x, "anchor": f"y{suffix}", "showline": False}, f"yaxis{suffix}": y})
+    note(fig, found.heads[0], 0, 1 - bars / inner, stand="left top", shift=(0, -4), size=SIZE["tick"], colour=MUTED)
     if found.curves:
         _losses(fig, found, colours, LOSS / inner)
     for i, line in enumerate(remarks):
@@ -183,5 +191,5 @@ def _losses(fig: Figure, found: Comparison, colours: tuple[str, ...], height: fl
     line = {"color": MUTED, "width": 1, "dash": "dot"}
     fig.add_shape(type="line", x0=table.attrs["budget"], x1=table.attrs["budget"], y0=low, y1=high, xref=f"x{at}",
                   yref=f"y{at}", line=line)  # fmt: skip
-    note(fig, f"<b>{found.heads[1]}</b>", 0, height, stand="left bottom", shift=(0, 12))
+    note(fig, f"<b>{found.heads[1]}</b>", 0, height, stand="left bottom", shift=(24 - fig.layout.margin.l, 12))
     end_labels(fig, list(zip(table["loss"], labels, colours)), low, high, axis=str(at), x=right)

@@ -8,8 +8,7 @@ from copy import deepcopy
 from itertools import zip_longest
 from typing import Any
 
-from .overview import WIDE
-from .theme import Figure, need
+from .theme import WIDE, Figure, need
 
 STOP = "Ends the job: SIGTERM to its ranks, SIGKILL to what is left after 5 s. Run folder and checkpoints stay."
 RESUME = "Submits the job's call again with resume=True: it goes on from its newest checkpoint, in the same folder."

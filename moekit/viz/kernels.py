@@ -104,7 +104,7 @@ def block_error(mantissa: Any, errors: Mapping[str, Any], *, bins: int = 16, sub
     few = np.linspace(0, len(m) - 1, min(len(m), 1500)).astype(int)
     for mode, (name, colour) in MODES.items():
         e = 100 * np.asarray(errors[mode])
-        fig.add_scatter(x=m[few].tolist(), y=e[few].tolist(), mode="markers", name=f"{name}, blocks", opacity=0.25,
+        fig.add_scatter(x=m[few].tolist(), y=e[few].tolist(), mode="markers", opacity=0.25,
                         marker={"size": 3, "color": colour}, hoverinfo="skip")  # fmt: skip
         found = [b for b in range(bins) if (at == b).any()]
         middle = [float(np.median(e[at == b])) for b in found]
@@ -125,13 +125,14 @@ def spread_by_kind(values: Mapping[str, Sequence[float]], *, title: str, unit: s
     names, most = list(values), max(map(max, values.values()))
     fig = figure(title, subtitle, height=132 + 44 * len(names), margin={"l": 44 + 7 * max(map(len, names)), "r": 150},
                  hovermode="closest")  # fmt: skip
-    first = float(np.median(next(iter(values.values()))))
-    for name, found in values.items():
-        middle = float(np.median(found))
-        fig.add_scatter(x=list(found), y=[name] * len(found), mode="markers", name=f"{name}, each", opacity=0.4,
-                        marker={"size": 7, "color": SERIES[4]})  # fmt: skip
-        fig.add_scatter(x=[middle], y=[name], mode="markers", name=name, marker={"size": 12, "color": SERIES[0]})
-        note(fig, f"{number(middle)} {unit}, {middle / first:.2f}×", 1, name, axes=("paper", "y"), shift=(12, 0))
+    middle = [float(np.median(found)) for found in values.values()]
+    told = {"mode": "markers", "hovertemplate": f"%{{y}}: %{{x:.4g}} {unit}<extra></extra>"}
+    each = [(name, v) for name, found in values.items() for v in found]
+    fig.add_scatter(x=[v for _, v in each], y=[name for name, _ in each], opacity=0.4, **told,
+                    marker={"size": 7, "color": SERIES[4]})  # fmt: skip
+    fig.add_scatter(x=middle, y=names, name=f"median, {unit}", marker={"size": 12, "color": SERIES[0]}, **told)
+    for name, m in zip(names, middle):
+        note(fig, f"{number(m)} {unit}, {m / middle[0]:.2f}×", 1, name, axes=("paper", "y"), shift=(12, 0))
     fig.update_xaxes(title=unit, range=[0, 1.05 * most])
     fig.update_yaxes(**names_axis(names), automargin=False)
     note(fig, "median, × the first", 1, 1, stand="left bottom", shift=(12, 4), colour=MUTED, size=SIZE["tick"])

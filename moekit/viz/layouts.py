@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import DataError
-from .theme import MUTED, SERIES, SIZE, Figure, figure, names_axis, note
+from .theme import MUTED, SERIES, SIZE, WIDE, Figure, figure, names_axis, note
 
 FLOOR = 1e-17  # smaller differences, and none, are drawn here
 WORST = 10.0  # larger ones here
@@ -30,7 +30,7 @@ def layouts_figure(
     title = title or (f"{bad} of {len(rows)} layouts differ" if bad else "One gradient in every layout")
     names = [f"{r['layout']} ({r['world']})" for r in rows]
     height = MARGINS["t"] + 22 * len(rows) + MARGINS["b"]
-    fig = figure(title, subtitle, height=height, margin=MARGINS | {"l": 24 + 6.8 * max(map(len, names))}, width=900,
+    fig = figure(title, subtitle, height=height, margin=MARGINS | {"l": 24 + 6.8 * max(map(len, names))}, width=WIDE,
                  hovermode="closest", bargap=0.35)  # fmt: skip
     at = [min(max(r["gradient"], FLOOR), WORST) for r in rows]
     colour = [SERIES[1] if r["problems"] else SERIES[0] for r in rows]

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import DataError
 from .denominators import POWER
-from .theme import INK, SERIES, Figure, figure, note
+from .theme import INK, SERIES, WIDE, Figure, figure, note
 
 FLOOR = 1e-8  # smaller values are drawn here: rounding
 POINTS = 200
@@ -28,7 +28,7 @@ def mismatch_figure(report: Any) -> Figure:
     gone = told["mismatch/vanishes_with_replay"]
     how = (f"{len(t):,} sampled tokens, mean error {told['mismatch/difference_abs']:.2g}; "
            f"{100 * told['mismatch/changed']:.2g} % of {len(c):,} choices differ")  # fmt: skip
-    fig = figure(f"{100 * gone:.0f} % of the log-prob error vanishes with the engine's routes", how, width=980,
+    fig = figure(f"{100 * gone:.0f} % of the log-prob error vanishes with the engine's routes", how, width=WIDE,
                  height=400, margin={"t": 112, "b": 62}, hovermode="closest")  # fmt: skip
     panels = (
         ("", "% of tokens with a smaller error", "|log-prob learner − engine|", (0.0, 0.3),

@@ -21,6 +21,7 @@ from .theme import (
     PASS,
     SERIES,
     SIZE,
+    WIDE,
     Figure,
     figure,
     names_axis,
@@ -30,7 +31,6 @@ from .theme import (
     tint,
 )
 
-WIDE = 840  # pixels: a cell of JupyterLab on a screen of 1280, with the side bar open
 POINTS = 1000  # of a line; longer ones are thinned to the extremes of neighbours
 BINS = 60  # steps that the map of experts over steps shows
 RATES = {

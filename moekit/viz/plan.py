@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import BackendError, ConfigError
 from .headline import COLOUR
 from .progress import place, put
-from .theme import INK, MUTED, PAPER, SERIES, SIZE, Figure, bundle, figure, names_axis, need, note, tint
+from .theme import INK, MUTED, PAPER, SERIES, SIZE, WIDE, Figure, bundle, figure, names_axis, need, note, tint
 
 STATE = {"parameters": 1.0, "gradients": 0.8, "masters": 0.66, "moments": 0.52, "mxfp8": 0.42, "activations": 0.3,
          "recomputed": 0.2, "dispatch": 0.12}  # fmt: skip
@@ -50,9 +50,9 @@ def plan_figure(plan: Any, most: int = 12) -> Figure:
     unit, word = (1e9, "GB") if max(largest, near or 0) >= 1e9 else (1e6, "MB")
     of = f" of {len(best)}" if len(best) > len(shown) else ""
     title = f"{type(plan.step.config).__name__.removesuffix('Config')} of {plan.name} on {plan.world} ranks"
-    how = f"What the fullest rank holds in the phase that takes most; layouts: {len(shown)}{of}, the best first"
+    how = f"The fullest rank, in the phase that takes most; {len(shown)}{of} layouts, the best first"
     margin = MARGINS | {"l": EDGE + 6.9 * max(map(len, names)), "t": MARGINS["t"] + LINE * len(owners)}
-    fig = figure(title, how, width=900, height=margin["t"] + 26 * len(shown) + margin["b"], barmode="stack",
+    fig = figure(title, how, width=WIDE, height=margin["t"] + 26 * len(shown) + margin["b"], barmode="stack",
                  bargap=0.3, margin=margin, hovermode="closest")  # fmt: skip
     for part in parts:
         x = [o.at_peak.get(part, 0) / unit for o in shown]
@@ -131,10 +131,14 @@ class Planner:
             setting: world, memory (GB), tokens (of a row, or of an answer that is sampled), batch_rows, batch_pairs or
                 prompts, group, ep, pp, recompute ("all" or one), as `controls` lists them.
         Raises:
-            ConfigError: an unknown control.
+            ConfigError: an unknown control, or a value that its slider does not have.
         """
         if unknown := setting.keys() - self.controls.keys():
             raise ConfigError(f"the planner has no control {', '.join(unknown)}; it has {', '.join(self.controls)}")
+        for name, value in setting.items():
+            if value not in (values := self.controls[name][0]):
+                offered = ", ".join(map(str, values))
+                raise ConfigError(f"{name}={value!r} is not on its slider ({offered}); plan.again(...) takes any")
         if setting.items() <= self.value.items():
             return self  # a slider that was moved to where the plan is
         self.value |= setting
@@ -197,9 +201,9 @@ class Planner:
             self._widget = need("plotly.graph_objects", "the sliders of a plan").FigureWidget(now)
             self._says = w.HTML(self._words())
             look = {"style": {"description_width": "110px"}, "layout": {"width": "400px"}, "continuous_update": False}
-            for name, (values, value) in self.controls.items():
+            for name, (values, _) in self.controls.items():
                 words = {"memory": "memory, GB"}.get(name, name.replace("_", " "))
-                slider = w.SelectionSlider(options=values, value=value, description=words, **look)
+                slider = w.SelectionSlider(options=values, value=self.value[name], description=words, **look)
                 slider.observe(lambda change, name=name: self.set(**{name: change["new"]}), names="value")
                 self._sliders[name] = slider
             columns = [w.VBox(list(self._sliders.values())[at::2]) for at in (0, 1)]

@@ -129,7 +129,8 @@ class Progress:
         line = "display:inline-block;height:8px;border-radius:4px;vertical-align:middle;"
         full = f"<span style='{line}width:{share:.1f}%;background:{CLASS['supervised']}'></span>"
         bar = f"<span style='{line}width:160px;background:{MUTED}33;margin-right:10px;line-height:5px'>{full}</span>"
-        return f"<div style='font-variant-numeric:tabular-nums'>{bar if self.total else ''}{html.escape(text)}</div>"
+        words = html.escape(text).replace("  ", " ", 1 if self.label else 0).replace("  ", " · ")
+        return f"<div style='font-variant-numeric:tabular-nums'>{bar if self.total else ''}{words}</div>"
 
 
 def _clock(seconds: float) -> str:

@@ -26,8 +26,8 @@ from .theme import Figure, need, number
 REPORT = "report.html"
 READINGS = "denominators.json"
 LOAD_TIME = "How the busiest expert of a layer compares with the mean, step by step."
-TOOK = {"rows": "{} routed rows in all passes", "wire, kB sent": "{} kB on the wire", "seconds, ms": "{} ms",
-        "memory, kB held": "{} kB of memory"}  # fmt: skip
+TOOK = {"routed rows": "{} routed rows in all passes", "wire, kB": "{} kB on the wire", "time, ms": "{} ms",
+        "memory, kB": "{} kB of memory"}  # fmt: skip
 SIDE_BY_SIDE = (
     "The same batch, the same weights: what each convention would have done. Conventions that divide by something "
     "else than the supervised tokens of the whole step change the length of the gradient, its direction, or both."
@@ -123,7 +123,7 @@ def _cost(run: Any) -> tuple[Any, ...]:
     table: Any = headline(run)
     some: Any = in_units(table, ("component",))
     told = [TOOK[what].format(number(float(some[what].sum()))) for what in TOOK if some[what].any()]
-    most = some["seconds, ms"].dropna()
+    most = some["time, ms"].dropna()
     text = f"One supervised token took {', '.join(told)}."
     if len(most) > 1:
         text += f" {100 * most.max() / most.sum():.0f} % of the time went to the {most.idxmax()}."

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import DataError
 from .series import columns
-from .theme import DIVERGING, SERIES, Figure, end_labels, figure, names_axis, note
+from .theme import DIVERGING, SERIES, WIDE, Figure, end_labels, figure, names_axis, note
 
 PARTS = {"rollout": "rollout", "reward": "reward", "score": "old log-probs", "reference": "reference",
          "critic_score": "critic, values", "critic_train": "critic, training", "train": "policy, training",
@@ -56,7 +56,7 @@ def token_values(names: Sequence[str], tokens: Sequence[Sequence[str]], panels: 
     ):
         raise DataError("token_values: every quantity needs a number for every token of every answer")
     longest, wide = max(map(len, tokens)), 1 / len(panels)
-    fig = figure("Token by token", subtitle, width=980, height=150 + 30 * len(names), hovermode="closest",
+    fig = figure("Token by token", subtitle, width=WIDE, height=150 + 30 * len(names), hovermode="closest",
                  margin={"l": 30 + 7 * max(map(len, names)), "t": 116, "b": 46})  # fmt: skip
     pad = lambda row, empty: [*row, *[empty] * (longest - len(row))]
     for at, (what, rows) in enumerate(panels.items()):

@@ -175,7 +175,7 @@ def load_over_time(source: Any) -> Figure:
 
 def compare(
     names: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]], *, title: str, subtitle: str = "",
-    limits: Mapping[str, tuple[float, float]] | None = None,
+    limits: Mapping[str, tuple[float, float]] | None = None, colours: Mapping[str, str] | None = None,
 ) -> Figure:  # fmt: skip
     """Settings side by side: one line each, one panel for each quantity, one dot for each series of it.
 
@@ -183,13 +183,16 @@ def compare(
         names: of the settings, from the top.
         panels: quantity and unit -> series -> one value for each name.
         limits: quantity -> ends of its axis; without, those of its values.
+        colours: series -> its colour, if it has one elsewhere.
     """
     if not (names and panels):
         raise DataError("nothing to compare: give at least one name and one panel of series")
     margin = {"l": min(44 + 7 * max(map(len, names)), 300), "t": 112, "b": 76, "r": 32}
     look = {"height": 112 + 29 * len(names) + 76, "margin": margin, "hovermode": "closest"}
     fig = figure(title, subtitle, **look)
-    series = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    series = dict.fromkeys(name for panel in panels.values() for name in panel)
+    colour = {name: CLASS.get(name, SERIES[5 - k] if name else MUTED) for k, name in enumerate(series)}
+    colour |= colours or {}
     share, gap = 1 / len(panels), 0.06
     for i, (heading, panel) in enumerate(panels.items()):
         axes, left = str(i + 1) if i else "", i * (share + gap / len(panels))
@@ -206,7 +209,7 @@ def compare(
                 note(fig, f"{value:,.{1 + (room < 20)}f}" if room < 1000 else number(value), value, name,
                      size=SIZE["tick"], **at)  # fmt: skip
         for name, values in panel.items():
-            look = {"size": 11, "color": CLASS.get(name, SERIES[5 - series.index(name)] if name else MUTED)}
+            look = {"size": 11, "color": colour[name]}
             fig.add_scatter(x=list(values), y=list(names), mode="markers", name=name, marker=look, **refs)
         note(fig, f"<b>{heading}</b>", left, 1, stand="left bottom", shift=(0, 8))
         ticks = np.linspace(low, high, 4 if high > low else 1).round(3).tolist()
@@ -215,9 +218,8 @@ def compare(
         y = {**names_axis(names), "anchor": refs["xaxis"], "showticklabels": not i}
         fig.update_layout({f"xaxis{axes}": x | {"anchor": refs["yaxis"]}, f"yaxis{axes}": y})
     at = 0.0
-    for k, name in enumerate(filter(None, series)):  # the key, in one line below
-        colour = CLASS.get(name, SERIES[5 - k])
-        note(fig, f"<b>{name}</b>", 0, 0, stand="left top", shift=(at, -38), colour=colour)
+    for name in filter(None, series):  # the key, in one line below
+        note(fig, f"<b>{name}</b>", 0, 0, stand="left top", shift=(at, -38), colour=colour[name])
         at += 8.2 * len(name) + 18
     return fig
 

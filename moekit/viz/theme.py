@@ -47,7 +47,8 @@ DIVERGING = [(0.0, "#00574F"), (0.2, "#35978F"), (0.35, "#95D3C9"), (0.5, "#F7F7
              (0.8, "#BF812D"), (1.0, "#6B3D07")]  # fmt: skip
 FONTS = ("Inter", "Helvetica Neue", "Helvetica", "Arial", "Liberation Sans", "DejaVu Sans")
 SIZE = {"title": 17, "subtitle": 13, "axis": 13, "tick": 12, "label": 13}  # pixels at 96 to the inch
-WIDTH, HEIGHT = 720, 400  # a cell of JupyterLab with its side bar open; 19 cm wide in print
+WIDTH, HEIGHT = 720, 400  # 19 cm wide in print
+WIDE = 840  # of several panels: a cell of JupyterLab on a screen of 1280, with the side bar open
 MARGIN = {"l": 72, "r": 28, "t": 84, "b": 60}
 TEMPLATE = "moekit"
 

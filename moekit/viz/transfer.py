@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .theme import MUTED, SERIES, SIZE, Figure, figure, names_axis, note, number
+from .theme import MUTED, SERIES, SIZE, WIDE, Figure, figure, names_axis, note, number
 
 PHASES = {"plan": SERIES[5], "cast": SERIES[3], "wire": SERIES[0], "load": SERIES[2], "verify": SERIES[1]}
 PALE, DEEP = "#F2F6F9", SERIES[0]
@@ -38,7 +38,7 @@ def transfer_figure(
     unit, word = next(u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")) if bytes_ST.max() >= u[0])
     title = title or f"{number(bytes_ST.sum() / unit)} {word} from {S} process{'es' * (S > 1)} to {T}"
     bars = list(seconds)
-    fig = figure(title, subtitle, width=980, height=190 + max(34 * S, 44 * len(bars), 90), barmode="stack", bargap=0.5,
+    fig = figure(title, subtitle, width=WIDE, height=190 + max(34 * S, 44 * len(bars), 90), barmode="stack", bargap=0.5,
                  margin={"t": 128, "b": 62, "l": 84, "r": 60}, hovermode="closest")  # fmt: skip
     sources, targets = [str(s) for s in range(S)], [str(t) for t in range(T)]
     cells = [[number(float(f"{v / unit:.3g}")) if v else "" for v in row] for row in bytes_ST]
@@ -64,7 +64,7 @@ def transfer_figure(
     if floor is not None:
         fig.add_shape(type="line", x0=1e3 * floor, x1=1e3 * floor, y0=0, y1=1, xref="x2", yref="paper",
                       line={"color": MUTED, "width": 1.5, "dash": "dot"})  # fmt: skip
-    left = 0.48 * many + 7.4 * max(map(len, bars)) / 844
+    left = 0.48 * many + 7.4 * max(map(len, bars)) / (WIDE - fig.layout.margin.l - fig.layout.margin.r)
     fig.update_layout(
         xaxis={"domain": [0, 0.36], "title": "to serving process", "type": "category", "showline": False,
                "visible": many},

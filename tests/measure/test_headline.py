@@ -91,8 +91,8 @@ def test_by_hand_on_a_record_that_was_written_by_hand(tmp_path: Path) -> None:
     assert of("engine", "prefill").seconds == 0.05 and of("engine", "decode").seconds == pytest.approx(0.15)
     assert of("policy", "parameters").memory_bytes == 101 / 5
     read = in_units(table)
-    assert list(read.columns) == ["rows", "wire, kB sent", "seconds, ms", "memory, kB held"]
-    assert read.loc["one", "seconds, ms"] == pytest.approx(350) and read.loc["one", "rows"] == 10
+    assert list(read.columns) == ["routed rows", "wire, kB", "time, ms", "memory, kB"]
+    assert read.loc["one", "time, ms"] == pytest.approx(350) and read.loc["one", "routed rows"] == 10
 
 
 def test_without_supervised_tokens_it_says_so(tmp_path: Path) -> None:

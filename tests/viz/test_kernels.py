@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moekit.errors import DataError
-from moekit.viz import static
+from moekit.viz import static, tables
 from moekit.viz.kernels import block_error, crossover, rate_by_rows, skew_cost, spread_by_kind
 
 
@@ -49,13 +49,20 @@ def test_blocks_are_points_and_medians_by_mantissa():
     m = np.array([1.1, 1.1, 1.1, 1.9])
     fig = block_error(m, {"ceil": [0.01, 0.02, 0.06, 0.02], "floor": [0.01, 0.02, 0.06, 0.05]}, bins=2)
     points, line, others, other_line = fig.data
-    assert list(points.x) == list(m) and points.name == "floor, blocks" and others.name == "round up, blocks"
+    assert list(points.x) == list(others.x) == list(m)
     assert list(line.x) == [1.25, 1.75] and np.allclose(line.y, [2, 5]) and np.allclose(other_line.y, [2, 2])
+    assert [row.split() for row in tables.text(fig).split("\n")[-2:]] == [["1.25", "2", "2"], ["1.75", "5", "2"]]
     assert fig.layout.shapes[0].x0 == 1.75 and drawn(fig)
 
 
 def test_kinds_have_dots_and_a_median_over_the_first():
     fig = spread_by_kind({"zeros": [3.0, 1.0, 2.0], "normal": [3.0, 4.0, 9.0]}, title="t", unit="ms")
-    assert [list(t.x) for t in fig.data] == [[3, 1, 2], [2], [3, 4, 9], [4]]
+    assert [list(t.x) for t in fig.data] == [[3, 1, 2, 3, 4, 9], [2, 4]]
+    assert [line.split() for line in tables.text(fig).split("\n")] == [
+        ["t"],
+        ["median,", "ms"],
+        ["zeros", "2"],
+        ["normal", "4"],
+    ]
     assert {"2 ms, 1.00×", "4 ms, 2.00×"} <= {n.text for n in fig.layout.annotations}
     assert drawn(fig)

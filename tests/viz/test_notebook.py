@@ -115,7 +115,7 @@ def test_bc_126_a_saved_figure_has_its_numbers_and_a_picture(notebook: dict[str,
 
 def test_bc_122_progress_leaves_one_small_output_in_the_file(notebook: dict[str, Any]) -> None:
     (output,) = notebook["progress"].outputs
-    assert "10000/10000" in output["data"]["text/plain"] and "10000/10000" in output["data"]["text/html"]
+    assert "10000/10000" in output["data"]["text/plain"] and "10000/10000 · " in output["data"]["text/html"]
     assert len(json.dumps(notebook["progress"])) < 100_000
 
 

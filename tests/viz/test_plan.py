@@ -12,7 +12,7 @@ import moekit
 from moekit.config import DataConfig, LearnerConfig, SFTConfig
 from moekit.errors import ConfigError
 from moekit.viz import plan as view
-from moekit.viz import static
+from moekit.viz import static, theme
 from moekit.workloads import DPOConfig, GRPOConfig, PPOConfig
 
 torch.set_num_threads(1)
@@ -58,6 +58,7 @@ def test_the_legend_says_what_is_drawn_and_no_text_leaves_the_figure():
     words = [a.text.replace(" ", "_") for a in legend if a.text != "■"]
     assert {t.name.split("/")[-1] for t in fig.data} - {"reference"} == {w for w in words if "<b>" not in w}
     assert {*view.STATE} <= {*words}
+    assert fig.layout.margin.l + 6.6 * len(theme.heading(fig)[1]) <= fig.layout.width
     for a in legend:
         left = fig.layout.margin.l + a.xshift
         assert 0 <= left and left + 6.2 * len(re.sub("<.*?>", "", a.text)) <= fig.layout.width, a.text
@@ -95,6 +96,17 @@ def test_sliders_plan_again(made):
     assert not w.note and w.plan.world == 1
     with pytest.raises(ConfigError, match="colour"):
         w.set(colour=1)
+    with pytest.raises(ConfigError, match=r"world=3 is not on its slider \(1, 2, 4"):
+        w.set(world=3)
+
+
+def test_sliders_stand_where_the_plan_is(made, monkeypatch):
+    """A planner that was moved before it is shown, as in notebook 10."""
+    monkeypatch.setattr(view, "place", lambda: "notebook")
+    monkeypatch.setattr(view, "put", lambda handle, data: handle)
+    w = made.widget().set(world=2, memory=16.0)
+    w._ipython_display_()
+    assert {name: slider.value for name, slider in w._sliders.items()} == w.value and w.value["world"] == 2
 
 
 @pytest.mark.parametrize(

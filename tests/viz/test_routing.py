@@ -73,6 +73,9 @@ def test_compare_writes_least_and_most_and_keeps_values() -> None:
     assert texts(fig) == wanted
     assert fig.layout.xaxis.range[0] < 1 and fig.layout.xaxis.range[1] > 4, "room for labels beyond the limits"
     assert fig.layout.xaxis.domain[1] < fig.layout.xaxis2.domain[0]
+    fig = routing.compare(["a", "b"], panels, title="Settings", colours={"all tokens": "#123456"})
+    (key,) = [n for n in fig.layout.annotations if n.text == "<b>all tokens</b>"]
+    assert fig.data[2].marker.color == key.font.color == "#123456"
     with pytest.raises(DataError, match="nothing to compare"):
         routing.compare([], panels, title="Settings")
 
