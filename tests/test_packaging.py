@@ -157,7 +157,8 @@ HEAVY = ("plotly", "ipywidgets", "anywidget", "matplotlib", "transformers", "dat
 def test_import_is_light(tmp_path: Path) -> None:
     """`import moekit` alone, then every public name that is not a picture: CPU time of its own beyond torch's.
 
-    CPU time rather than wall time, and the best of three, so that a busy machine does not decide.
+    CPU time rather than wall time, the best of three, in shares of what `import torch` takes, so that neither a busy
+    machine nor a slow one decides: where that took 1.2 s, these are 0.3 s and 0.55 s.
     """
     code = (
         "import json, sys, time, torch\n"
@@ -165,15 +166,15 @@ def test_import_is_light(tmp_path: Path) -> None:
         "import moekit; t.append(time.process_time()); bare = set(sys.modules)\n"
         "pictures = ('show', 'live', 'dashboard', 'compare')\n"
         "[getattr(moekit, n) for n in moekit.__all__ if n not in pictures]; t.append(time.process_time())\n"
-        f"print(json.dumps([t[1] - t[0], t[2] - t[0], [m for m in {HEAVY!r} if m in bare],\n"
+        f"print(json.dumps([(t[1] - t[0]) / t[0], (t[2] - t[0]) / t[0], [m for m in {HEAVY!r} if m in bare],\n"
         f"    [m for m in {HEAVY!r} if m in sys.modules], torch.cuda.is_initialized()]))"
     )
     for _ in range(3):
         bare, named, at_import, at_use, cuda = json.loads(python(code, tmp_path))
-        if bare < 0.3 and named < 0.5:
+        if bare < 0.25 and named < 0.45:
             break
-    assert bare < 0.3, f"import moekit took {bare:.2f} s of its own"
-    assert named < 0.5, f"loading the public names took {named:.2f} s beyond torch"
+    assert bare < 0.25, f"import moekit took {bare:.0%} of what torch takes"
+    assert named < 0.45, f"loading the public names took {named:.0%} of what torch takes, beyond it"
     assert not at_import, f"import moekit loads {at_import}"
     assert not at_use, f"the public names load {at_use}"
     assert not cuda, "something started CUDA"
