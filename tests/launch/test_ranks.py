@@ -86,7 +86,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
             "one": moekit.submit(report, "one", name="one", env={"ASKED_FOR": "it"}, malloc="keep", **common),
             "two": moekit.submit(report, job="two", name="two", **{**common, "threads": 3}),
             "fails": moekit.submit(one_rank_fails, name="fails", **common),
-            "hangs": moekit.submit(one_rank_hangs, name="hangs", timeout=2.5, **common),
+            # long enough for eight ranks to import torch side by side and meet, or that is what times out
+            "hangs": moekit.submit(one_rank_hangs, name="hangs", timeout=5.0, **common),
         }
         yield made
         for job in made.values():
