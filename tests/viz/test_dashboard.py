@@ -475,8 +475,8 @@ def test_a_real_job_is_stopped_and_goes_on(tmp_path: Path) -> None:
     board = dashboard(run, interval=0.1)
     try:
         until(lambda: any((run.folder / "checkpoints").glob("step_*")), 90)
+        until(lambda: board.widgets["resume"].tooltip == "the job is running")
         assert not board.widgets["stop"].disabled and board.widgets["resume"].disabled
-        assert board.widgets["resume"].tooltip == "the job is running"
         board.widgets["stop"].click()
         until(lambda: run.state == "stopped", 60)
         until(lambda: not board.widgets["resume"].disabled)
