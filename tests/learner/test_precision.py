@@ -231,34 +231,46 @@ def test_thirty_steps_end_at_the_same_loss(dtype):
 @pytest.mark.timeout(1500)
 def test_the_demo_in_mxfp8_ends_within_two_percent_of_bfloat16(tmp_path):
     """The demo's data, model and schedule in 150 shorter steps, bfloat16 parameters, 3 seeds of weights and row order:
-    mean loss of the last 20 steps, over the seeds within 2 %. One seed alone may be off by 2 % more: there the same
-    bfloat16 mathematics with a step's rows cut in two differs by up to 1.4 % (benchmarks/RESULTS.md)."""
+    loss of the finished model, in the precision it was trained in, on 256 rows of questions that no run has seen. Every
+    seed is within 2 %, their mean within 1 %. At a third of the demo's learning rate, where the same bfloat16
+    mathematics with a step's rows cut in two stays within 0.8 %; at all of it these two come apart by 1.7 %
+    (benchmarks/RESULTS.md)."""
+    from moekit.config import DataConfig
+    from moekit.data import tasks
     from moekit.data.chat import load_tokenizer
-    from moekit.learner.weights import export
+    from moekit.data.dataset import build
+    from moekit.data.stream import RowStream
+    from moekit.learner.weights import export, load
     from moekit.recipes import demo, sft
 
     demo._make_data(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    unseen = [
+        x for n, kind in demo.TASKS.items() for x in tasks.make_task(n, "heldout", **{**kind, "size": 900, "seed": 1})
+    ]
+    (tmp_path / "unseen.jsonl").write_text("".join(json.dumps({"messages": x["messages"]}) + "\n" for x in unseen))
+    rows = build(str(tmp_path / "unseen.jsonl"), tokenizer, DataConfig(length=256))
+    stream = RowStream(rows, 16, 0, False)
+    held_out = [rows.batch(stream.take()) for _ in range(16)]
     shape = replace(preset("demo"), vocab=len(tokenizer), bos_id=tokenizer.bos_token_id,
                     eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)  # fmt: skip
-    base = replace(demo._config(tmp_path, 150), batch_rows=8, dtype="bfloat16", export=False, save_every=None)
-    pairs = []
+    base = replace(demo._config(tmp_path, 150), batch_rows=8, dtype="bfloat16", save_every=None)
+    assert len(rows) >= 256 and base.learner.lr == 3e-3
+    ratios = []
     for seed in range(3):
         export(Transformer(shape, seed=seed), tmp_path / "initial", tmp_path / "tokenizer", overwrite=True)
         final = []
         for precision in ("model", "mxfp8"):
+            config = replace(base.learner, lr=1e-3, precision=precision)
             out = tmp_path / f"{precision}_{seed}"
-            sft.train(replace(base, seed=seed, out=str(out), rows=replace(base.rows, seed=seed),
-                              learner=replace(base.learner, precision=precision)))  # fmt: skip
-            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-            losses = [line["loss/sft"] for line in lines if "loss/sft" in line]
-            assert len(losses) == 150 and losses[0] > 5.5
-            final.append(sum(losses[-20:]) / 20)
+            sft.train(replace(base, seed=seed, out=str(out), rows=replace(base.rows, seed=seed), learner=config))
+            finished = Learner(load(out / "export", dtype="bfloat16"), SFT(), config)
+            final.append(finished.evaluate(held_out)["eval/sft"])
+            finished.close()
         print(f"seed {seed}: bfloat16 {final[0]:.4f}, mxfp8 {final[1]:.4f}, ratio {final[1] / final[0]:.4f}")
-        assert final[0] < 2.5 and abs(final[1] / final[0] - 1) < 0.04, (seed, final)
-        pairs.append(final)
-    wide, narrow = map(sum, zip(*pairs))
-    assert abs(narrow / wide - 1) < 0.02, pairs
+        assert final[0] < 3 and abs(final[1] / final[0] - 1) < 0.02, (seed, final)
+        ratios.append(final[1] / final[0])
+    assert abs(sum(ratios) / 3 - 1) < 0.01, ratios
 
 
 def test_config_travels():
