@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,14 @@ from moekit.rollout.rewards import RewardPool
 from moekit.workloads import DPOConfig, GRPOConfig, PPOConfig, RewardConfig
 
 
+def kill() -> None:
+    """Kill this process, when its first checkpoint is there: it is written behind the steps, and some take no time."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not any(Path(os.environ["MOEKIT_KILLED"], setup.CHECKPOINTS).glob("step_*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def at(kind: type, name: str, call: int, after: bool = False) -> None:
     """Kill this process in the `call`-th call (from 0) of a method, before or after its work."""
     real, calls = getattr(kind, name), []
@@ -32,10 +41,10 @@ def at(kind: type, name: str, call: int, after: bool = False) -> None:
     def watched(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == call + 1 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         told = real(self, *args, **kwargs)
         if len(calls) == call + 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         return told
 
     setattr(kind, name, watched)
@@ -49,10 +58,10 @@ def kill_policy_save(call: int, after: bool) -> None:
         mine = Path(folder).parent.name == setup.CHECKPOINTS
         calls.extend([1] * mine)
         if mine and len(calls) == call + 1 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         told = real(self, folder, *args, **kwargs)
         if mine and len(calls) == call + 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         return told
 
     Learner.save = watched
@@ -99,7 +108,7 @@ def at_retain(call: int) -> None:
     def watched(folder, keep):
         calls.append(1)
         if len(calls) == call + 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         real(folder, keep)
 
     setup.retain = watched
@@ -113,6 +122,7 @@ def forked(config, train, how) -> int:
         code = 1
         try:
             os.dup2(os.open(f"{config.out}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644), 1)
+            os.environ["MOEKIT_KILLED"] = config.out
             if how is not None:
                 how()
             train(config)
