@@ -270,7 +270,7 @@ class Pool:
                 os.kill(self.pids[rank], number)
 
     def _where(self, ranks: list[int]) -> str:
-        """Raises JobError: one of them has died, which is why it says nothing."""
+        """That they did not answer, and the line that each is at. Raises JobError: one of them has died."""
         sizes = lambda: [(self.folder / "ranks" / f"rank_{rank}.stack").stat().st_size for rank in ranks]
         before = now = sizes()
         self._signal(ranks, signal.SIGUSR1)  # has them write their stacks

@@ -33,6 +33,7 @@ from ..errors import ConfigError, DataError
 from ..launch.worker import Here
 from ..learner.forward import Forward
 from ..learner.mesh import check_layout
+from ..measure.card import hash_data
 from ..objectives.ratio import importance_weights
 from ..rollout.engine import Answer, Rollout
 from ..rollout.rewards import Reward, RewardPool, Verifier, math_verifier
@@ -109,10 +110,11 @@ def card(config: RLConfig) -> dict[str, Any]:
 
 
 def verifier_hash(config: RLConfig) -> str | None:
-    """SHA-256 of the file that a verifier of the user's own stands in (not of what it imports); None for ours."""
+    """Hash of the file that a verifier of the user's own stands in (not of what it imports); None for ours, and for one
+    that stands in no file."""
     module, own, _ = config.verifier.partition(":")
     file = Path(getattr(importlib.import_module(module), "__file__", None) or "") if own else Path()
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    return hash_data(file) if file.is_file() else None
 
 
 def begin(config: RLConfig, name: str) -> Run:

@@ -143,7 +143,8 @@ class LocalLink:
             with self.lock:
                 found = self.llm.generate(prompts, [SamplingParams(**how) for _, how in requests], use_tqdm=False)
         except Exception as error:
-            raise EngineError(f"vLLM failed: {error}") from error
+            how = "if its engine has ended, make another LLM and update the weights"
+            raise EngineError(f"vLLM failed: {error}; {how}") from error
         for at, one in enumerate(found):
             done(at, self._reply(one))
 

